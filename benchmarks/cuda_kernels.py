@@ -7,7 +7,7 @@ TURNS = 20
 
 
 def seconds(run):
-    """The median of a call's times, on the device's own clock."""
+    """Returns the median of a call's times, on the device's own clock."""
     for _ in range(3):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TURNS)]

@@ -176,7 +176,7 @@ def run_case(name, tiny, device):
 
 
 def measured(name, options, limit):
-    """The case's numbers, from a process of its own: memory and compiled code of one are not the next one's."""
+    """Returns the case's numbers, from a process of its own: memory and compiled code of one are not the next one's."""
     command = [sys.executable, os.path.abspath(__file__), "--case", name, "--device", options.device]
     command += ["--tiny"] if options.tiny else []
     try:

@@ -180,7 +180,7 @@ def child(what: str, name: str, steps: int) -> None:
 
 
 def run(what: str, name: str = "", steps: int = 10, ranks: int = 2, **more: str) -> list[list[float]]:
-    """The result of every rank."""
+    """Returns the result of every rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -66,7 +66,7 @@ def steps(rank: int, size: int, *sizes: int) -> list[list[list[float]]]:
 
 
 def half_of_eager(*sizes: int) -> float:
-    """A processor's seconds for half of what eager mode computes in a step: a rank's share."""
+    """Returns a processor's seconds for half of what eager mode computes in a step: a rank's share."""
     model, ids = model_and_batch(*sizes)
     seconds = []
     for _ in range(WARM + 6):

@@ -39,7 +39,7 @@ BATCH = 8
 
 
 def without_positions() -> type:
-    """The oracle fails on `tok + pos`: its model has no such sum."""
+    """Returns a model without positions: the oracle fails on `tok + pos`, as its model has no such sum."""
     from zoo import GPT
 
     class Model(GPT):

@@ -44,7 +44,7 @@ def docstring(text: str, indent: str) -> list[str]:
 
 
 def declared(declaration: str, text: str) -> list[str]:
-    """A declaration that ends in "...", with a docstring if there is one."""
+    """Returns a declaration that ends in "...", with a docstring if there is one."""
     indent = " " * (len(declaration) - len(declaration.lstrip()) + 4)
     return [declaration.removesuffix(" ..."), *docstring(text, indent), f"{indent}..."] if text else [declaration]
 
@@ -56,7 +56,7 @@ def cleaned(signature: str) -> str:
 
 
 def function(name: str, thing: Any, indent: str, method: bool) -> list[str]:
-    """The lines of a function; one that takes anything where its text is no Python."""
+    """Returns the lines of a function; one that takes anything where its text is no Python."""
     static = method and isinstance(thing, staticmethod)
     inner = thing.__func__ if static else thing
     found = [cleaned(s) for s in signatures(name, getattr(inner, "__doc__", None))]

@@ -83,7 +83,7 @@ def _reference() -> dict[str, str]:
 
 
 def _command_page() -> str:
-    """Every command's own --help."""
+    """Returns every command's own --help."""
     command = shutil.which("plumb") or str(ROOT / "build" / "bin" / "plumb")
     if not pathlib.Path(command).exists():
         raise SystemExit("docs: the page of the command is made by the command, which is not built: make")

@@ -10,7 +10,7 @@ import re
 
 
 def _stripped(text: str) -> str:
-    """The text without raw strings and comments, line for line; the comments that close namespaces stay."""
+    """Returns the text without raw strings and comments, line for line; the comments that close namespaces stay."""
     text = re.sub(r'R"(\w*)\((.*?)\)\1"', lambda m: '""' + "\n" * m.group(2).count("\n"), text, flags=re.S)
     return re.sub(r"//(?! namespace)[^\n]*", "", text)
 
@@ -79,7 +79,7 @@ def _clash(kinds: list[object]) -> bool:
 
 
 def clashes(root: pathlib.Path) -> list[str]:
-    """One line a name, of rooms, their tests, the command, the extension module and the demo."""
+    """Returns one line a name, of rooms, their tests, the command, the extension module and the demo."""
     joined = collections.defaultdict(list)
     for file in sorted((root / "plumb").rglob("*.cpp")):
         joined[file.relative_to(root).parts[1], file.name.endswith("_test.cpp")].append(file)

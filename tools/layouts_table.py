@@ -125,7 +125,7 @@ class Run:
         return {event["step"]: event["loss"] for event in told if "loss" in event}
 
     def last(self, checkpoints):
-        """The last checkpoint's step, weights and optimizer's state."""
+        """Returns the last checkpoint's step, weights and optimizer's state."""
         newest = max((self.folder / checkpoints).glob("step-????????"))
         tensors = [{}, {}]
         for kind, found in zip(("model", "optimizer"), tensors):

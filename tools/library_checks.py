@@ -22,7 +22,7 @@ TRANSMIT = pipelining.MultiUseParameterConfig.TRANSMIT
 
 
 def larger(args, kwargs, factors=(1, 0.5)):
-    """The inputs with as many times their rows, integers as they are. Lists have rows of their own."""
+    """Returns the inputs with as many times their rows, integers as they are. Lists have rows of their own."""
     if args and isinstance(args[0], list):
         return args, kwargs
 

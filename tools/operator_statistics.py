@@ -48,7 +48,7 @@ def rms(t: Tensor) -> float:
 
 
 def measured(make, draws=3, stat=std):
-    """The statistics of the output and of every input's gradient."""
+    """Returns the statistics of the output and of every input's gradient."""
     total = None
     for draw in range(draws):
         torch.manual_seed(draw)

@@ -45,7 +45,7 @@ def gather_text(folder):
 
 
 def make_model(path):
-    """The number of its parameters."""
+    """Returns the number of the model's parameters."""
     import torch
 
     import plumb
@@ -74,7 +74,7 @@ class Run:
         ]
 
     def train(self, layout, on_step=None):
-        """The exit code. `on_step(step, process)` is called after each."""
+        """Returns the exit code. `on_step(step, process)` is called after each."""
         command = [COMMAND, "train", *map(str, [*self.options(), *layout])]
         with open(self.folder / "stderr.txt", "a") as errors, open(self.log, "a") as log:
             process = subprocess.Popen(command, cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=errors)

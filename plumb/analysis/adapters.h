@@ -15,10 +15,10 @@
 
 namespace plumb {
 
-// Nothing where blocks share scales: there every block has a range of its own.
+// Returns nullopt for formats whose blocks share scales: every block has a range of its own.
 std::optional<FormatBand> band_of(const FPFormat& format);
 
-// With a histogram also the exponents and, with a format, what it would do to the elements.
+// Returns the statistics. With a histogram also the exponents and, with a format, its effect on the elements.
 ScaleStats scale_stats(const TensorMetrics& metrics, const FPFormat* format = nullptr);
 
 // Returns a transform's report, a row for each node; without columns that are empty throughout.

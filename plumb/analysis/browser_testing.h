@@ -35,7 +35,7 @@ class Browser : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(folder_); }
 
-  // Standard output of the browser with these options on the page; it must end by itself, well.
+  // Returns the standard output of the browser with these options on the page; it must end by itself, well.
   std::string open(const std::string& page, const std::string& options) {
     write_file_atomically(folder_ / "page.html", page);
     const std::string quoted = "'" + (folder_ / "page.html").string() + "'";

@@ -17,10 +17,10 @@ std::string graph_svg(const Graph& graph);
 // opens folded. Numbered neighbors with the same lines are one line, "layers 0 to 31: 32 x"; a click shows each.
 std::string graph_html(const Graph& graph);
 
-// "38 nodes in 12 modules, 16 parameters. The operator that is used most is aten::linear (9 times)."
+// Returns "38 nodes in 12 modules, 16 parameters. The operator that is used most is aten::linear (9 times)."
 std::string conclusion(const Graph& graph);
 
-// Graphviz' language.
+// Returns the graph in Graphviz' language.
 std::string graph_dot(const Graph& graph);
 
 }  // namespace plumb

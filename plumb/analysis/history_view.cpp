@@ -208,7 +208,7 @@ std::vector<LineChart> scalar_charts(const HistoryView& view) {
     for (const HistoryScalars& each : run.history.scalars) {
       for (const auto& [name, value] : each.values) {
         Curve& curve = curves.try_emplace(name, Curve{run.name}).first->second;
-        // A run that went on after a crash may tell a step twice: what came last holds.
+        // A run that went on after a crash may record a step twice: the last record counts.
         const auto step = static_cast<double>(each.step);
         while (!curve.steps.empty() && curve.steps.back() >= step) curve.steps.pop_back(), curve.values.pop_back();
         curve.steps.push_back(step), curve.values.push_back(value);

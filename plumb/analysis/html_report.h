@@ -36,12 +36,13 @@ class HtmlReport {
   // For a page that is being written: a browser reloads it every `seconds`, unless somebody uses it.
   HtmlReport& reload_every(int seconds);
   HtmlReport& section(std::string title);
-  // Paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
+  // Adds paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
   HtmlReport& prose(std::string_view text);
-  // Text as it is, in one width: a command, a log, a graph.
+  // Adds a text as it is, in one width: a command, a log, a graph.
   HtmlReport& code(std::string_view text);
   HtmlReport& figures(const std::vector<Figure>& figures);
-  // A click on a column's head sorts by it, a click on a row unfolds the rows below it; a run's name has its color.
+  // Adds a table. A click on a column's head sorts by it, a click on a row unfolds the rows below it; a run's name has
+  // its color.
   HtmlReport& add(const Table& table);
   HtmlReport& add(const LineChart& chart);
   HtmlReport& add(const TimelineChart& chart);

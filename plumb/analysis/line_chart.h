@@ -39,7 +39,7 @@ struct LineChart {
   // Above 1: a line is a mean over about the last `smooth` steps, weighted towards the last ones, and the values
   // themselves are faint behind it.
   int smooth = 1;
-  bool peak = false;  // conclusion() says the largest value, too: of a learning rate
+  bool peak = false;  // conclusion() names the largest value, too (of a learning rate)
   int height = 400;
 };
 
@@ -51,7 +51,7 @@ std::string to_html(const LineChart& chart, RunColors& colors);
 
 // Returns the curves' last values, lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last
 // 30 steps); A is at 2.205, 6.0 % above. C equals B at every step." The mean is over the values of the last `smooth`
-// steps: a curve with a value every 50 steps has its last one. No curve has a finite value: says so.
+// steps: a curve with a value every 50 steps has its last one. It says so if no curve has a finite value.
 std::string conclusion(const LineChart& chart);
 
 }  // namespace plumb

@@ -17,10 +17,8 @@ class LiveBytes {
  public:
   LiveBytes() : count_(std::make_shared<Count>()), guard_(c10::DebugInfoKind::PROFILER_STATE, count_) {}
 
-  int64_t live() const {
-    return count_->live;
-  }  // bytes handed out since construction, less those taken back; may be < 0
-  int64_t peak() const { return count_->peak; }  // the highest live() since construction or restart_peak()
+  int64_t live() const { return count_->live; }  // bytes given out less those taken back; may be negative
+  int64_t peak() const { return count_->peak; }  // highest live() since construction or restart_peak()
   void restart_peak() { count_->peak = count_->live.load(); }
 
  private:

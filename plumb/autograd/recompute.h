@@ -2,9 +2,9 @@
 //
 // A matrix product or convolution often saves the output of a cheap operator for its backward (gelu, silu, layer_norm,
 // a product, a cast, a copy) whose own inputs are saved anyway. While a CheapRecompute lives, it notes such operators
-// as they are called on this thread. An operator that may save such a result is given another tensor in its place, on
-// a storage of its own: who holds that afterwards has saved it. The storage is emptied, and hooks around the node that
-// saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
+// as they are called on this thread. An operator that may save such a result gets another tensor in its place, on
+// a storage of its own: an owner of it after the call has saved it. The storage is emptied, and hooks around the node
+// that saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
 //
 // - Only operators take part that are deterministic functions of their arguments: none that draws random numbers,
 //   writes, or looks anything up elsewhere.
@@ -78,9 +78,10 @@ class CheapRecompute {
 // the halves of a backward.
 void drop_recomputed(torch::autograd::Node& node);
 
-// The hooks by which a node gets what it saved. They may run in each half of a backward.
+// Returns whether the node has no hooks except those that bring its saved tensors back. These may run in each half of a
+// backward.
 bool has_no_hooks_but_recipes(torch::autograd::Node& node);
-// The node has let go of what it saved: its recipes go with it.
+// Drops the recipes of a node that has released its saved tensors.
 void drop_recipes(torch::autograd::Node& node);
 
 }  // namespace plumb

@@ -36,7 +36,7 @@ std::optional<int64_t> seed_of_passes(std::optional<int64_t> seed, std::string_v
 at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
                             const Measuring& measuring = {});
 
-// A gradient that nobody else holds is rounded where it lies.
+// Rounds a gradient that has no other owner in place.
 at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::optional<int64_t> seed, int64_t dim,
                              const Measuring& measuring = {});
 

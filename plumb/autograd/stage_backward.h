@@ -32,8 +32,8 @@ struct InputBoundary {
   // One entry per input of the stage. `wants_gradient[i]` is ignored for undefined, integer and boolean values.
   InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient);
 
-  // The tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may begin with
-  // an in-place operator.
+  // Returns the tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may
+  // begin with an in-place operator.
   const Tensors& inputs() const;
   // Releases the inputs; the boundary itself stays. Autograd keeps those that it saved.
   void release_inputs();
@@ -76,8 +76,8 @@ Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, cons
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds = {});
 
-// The input half: the gradients of the inputs only. No `.grad` is touched. Arguments as for stage_backward; `inputs`
-// may be any tensors of the graph that require grad, leaves or not.
+// Runs the input half: returns the gradients of the inputs only and touches no `.grad`. Arguments as for
+// stage_backward; `inputs` may be any tensors of the graph that require grad, leaves or not.
 //
 // A node that must not run twice (a custom autograd function not of plumb's own, a node with hooks) does all its work
 // in this half, weights included; only the accumulation into `.grad` waits. Where outputs do not depend on any input
@@ -92,9 +92,9 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                                const Tensors& input_seeds = {}, bool keep_graph = false);
 
-// The weight half: accumulates into the `.grad` of every leaf, or of these `weights` and no others, as backward() would
-// have. retain_graph keeps the saved tensors and `deferred` usable again. Throws Error(InvalidState) if `deferred` has
-// run already.
+// Runs the weight half: accumulates into the `.grad` of every leaf, or of these `weights` and no others, as backward()
+// would have. retain_graph keeps the saved tensors and `deferred` usable again. Throws Error(InvalidState) if
+// `deferred` has run already.
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph = false);
 void stage_backward_weight(DeferredWeights& deferred, const Tensors& weights, bool retain_graph = false);
 

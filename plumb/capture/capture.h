@@ -62,8 +62,8 @@ struct CaptureRequest {
   // Called before each attempt to capture: whether libraries that have a way of their own for graph makers
   // (torch.compiler.is_compiling()) are to take it. May be empty.
   std::function<void(bool tell_libraries)> begin_attempt;
-  // Whether a line is of such a library. A refusal there is a reason to begin again and tell the libraries. May be
-  // empty: there are none.
+  // Returns whether a line is of such a library. A refusal there makes the capture begin again and tell the libraries.
+  // Empty: there are none.
   std::function<bool(const SourceLocation&)> in_library;
   // True if the model has modules of such a library. `begin_attempt` tells libraries whenever values are guarded.
   bool has_libraries = false;
@@ -80,9 +80,9 @@ void pop_module();
 bool is_capturing();
 // Refuses what the forward does now, naming module and line.
 [[noreturn]] void refuse_capture(const std::string& what, const std::string& remedy);
-// The program assigns to `tensor.data`: see Session::assign_data. Outside of a capture it is set_data().
+// Records an assignment to `tensor.data`: see Session::assign_data. Outside of a capture it is set_data().
 void assign_data(const at::Tensor& tensor, const at::Tensor& value);
-// True for a tensor that the forward which is captured on this thread was given or has computed of its inputs.
+// Returns whether the captured forward of this thread was given the tensor or has computed it from its inputs.
 bool is_computed(const at::Tensor& tensor);
 // Sizes that depend on the data, and values read as a list: see Guards::has_dynamic_sizes, guard_size, guard_values.
 bool size_depends_on_values(const at::Tensor& tensor);
@@ -202,7 +202,7 @@ constexpr bool can_capture() {
 
 }  // namespace capture_detail
 
-// Parameters and buffers of a C++ module under their full names; a tied tensor under each of its names.
+// Returns parameters and buffers of a C++ module under their full names; a tied tensor under each of its names.
 State state_of(const torch::nn::Module& module);
 
 // Any callable over a module's parameters: capture_call(module, [&](at::Tensor x) { return ...; }, x).

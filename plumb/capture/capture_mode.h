@@ -43,7 +43,7 @@ struct Attempt {
     retry = reason;
     throw GivenUp();
   }
-  // Before a value is read.
+  // Called before a value is read.
   void need_values() {
     if (skipped) give_up(RetryReason::NeedsValues);
   }

@@ -59,7 +59,7 @@ class CapturedModel {
     return (*graph(inputs...))(inputs...);
   }
 
-  // Those of the first graph. Throws Error(InvalidState) before the first call.
+  // Returns those of the first graph. Throws Error(InvalidState) before the first call.
   std::vector<at::Tensor> parameters() const { return first().parameters(); }
   const GraphModule& first() const {
     if (first_) return *first_;

@@ -11,7 +11,7 @@
 
 namespace plumb {
 
-// Returns whether this operator (aten::item, ...) hands a value out of a tensor to the program.
+// Returns whether this operator (aten::item, ...) returns a value of a tensor to the program.
 bool is_value_reader(std::string_view name);
 
 class Guards {
@@ -37,8 +37,8 @@ class Guards {
   // require one while capturing. `guarded`: if that depends on inputs, nodes check it in every run.
   bool requires_grad(const at::Tensor& tensor, bool guarded);
 
-  // The program reads all values of the tensor. Adds a node that checks them and returns a copy to read from; undefined
-  // where they need no check or may not be guarded.
+  // Called when the program reads all values of the tensor. Adds a node that checks them and returns a copy to read
+  // from; undefined if they need no check or may not be guarded.
   at::Tensor guard_values(const at::Tensor& tensor);
   // If the call reads values of tensors: notes those that decide about the program's path, and gives them the values
   // of CaptureRequest::control_values.
@@ -49,7 +49,7 @@ class Guards {
   void check_buffer_reads() const;
 
  private:
-  // A node with these values and constants as arguments; `about` goes to the notes.
+  // Adds a node with these values and constants as arguments; `about` goes to the notes.
   void guard(std::string_view op, std::vector<RecordedArg> args, std::vector<c10::IValue> constants,
              const std::string& about);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
@@ -68,7 +68,7 @@ class Guards {
   size_t control_values_ = 0;
 };
 
-// Guards::requires_grad of the capture that runs on this thread; what the tensor says where there is none.
+// Returns Guards::requires_grad of this thread's capture; without one the tensor's own.
 bool requires_grad_as_given(const at::Tensor& tensor, bool guarded);
 
 }  // namespace plumb

@@ -17,7 +17,7 @@ class ValueTable {
  public:
   // Adds a value with dtype, sizes and gradient state of this tensor, which may be undefined. Returns its number.
   int add(const at::Tensor& tensor, RecordedValue::Origin origin);
-  // From now on this tensor object, and every tensor that shows the same memory in the same way, is this value.
+  // Binds this tensor object, and every tensor that shows the same memory in the same way, to this value.
   void bind(const at::Tensor& tensor, int value);
 
   struct Found {

@@ -38,11 +38,11 @@ struct CheckpointContents {
 // wrong, Error(UnknownName) for a name that is not there.
 class Checkpoint {
  public:
-  // Checks checkpoint.json and the sizes of all files. Every tensor is held against its checksum when it is read.
+  // Checks checkpoint.json and the sizes of all files. Every tensor is compared with its checksum when it is read.
   static Checkpoint open(const std::string& folder);
-  // The newest one in a run's folder whose every byte is as it was written: reads them all. Nothing if there is none.
-  // `problems` gets a sentence for every newer one: which, and what is wrong with it. `refuse` returns why one that can
-  // be opened is not to be used, or "".
+  // Finds the newest one in a run's folder whose every byte is as it was written: reads them all. Returns nullopt if
+  // there is none. `problems` gets a sentence for every newer one: which, and what is wrong with it. `refuse` returns
+  // why one that can be opened is not to be used, or "".
   static std::optional<Checkpoint> newest(const std::string& run_folder, std::vector<std::string>* problems = nullptr,
                                           const std::function<std::string(const Checkpoint&)>& refuse = {});
 

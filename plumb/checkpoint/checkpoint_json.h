@@ -1,4 +1,4 @@
-// checkpoint.json, the names of files and folders of a checkpoint, and what one rank says of its part.
+// checkpoint.json, the names of files and folders of a checkpoint, and the contents of one rank's list.
 #pragma once
 
 #include <cstdint>

@@ -204,7 +204,7 @@ void give_up_folder(const std::string& folder) noexcept {
   std::error_code ignored;
   const std::string failed = folder + kGivenUp;
   fs::create_directory(failed, ignored);
-  // A full disk has room for no file that says so, but for another name.
+  // A full disk has no room for a file with the reason, but for another name.
   fs::rename(folder, failed, ignored);
   for (fs::directory_iterator it(failed, ignored), end; !ignored && it != end; it.increment(ignored))
     fs::remove(it->path(), ignored);

@@ -31,7 +31,7 @@ struct CheckpointPart {
 };
 
 struct CheckpointOptions {
-  int keep_last = 2;       // so many of the newest are kept; 0: all
+  int keep_last = 2;       // number of the newest that are kept; 0: all
   int64_t keep_every = 0;  // those of steps that this divides are kept, too; 0: none
   bool background = true;  // save() copies and returns; else it returns when all is done
   double timeout = 300;    // seconds that a rank waits for the others
@@ -71,7 +71,7 @@ class CheckpointWriter {
   void abandon() { abandoned_ = true; }
   // Returns the error of the last finished save, if it failed.
   std::optional<std::string> problem();
-  // Reports of the saves that have finished since the last call.
+  // Returns the reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();
 
  private:

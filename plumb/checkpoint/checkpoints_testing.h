@@ -1,4 +1,4 @@
-// Checkpoints of small tensors that tell the step.
+// Checkpoints of small tensors whose values show the step.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,7 +11,7 @@ namespace plumb {
 
 class Checkpoints : public FolderTest {
  protected:
-  // Tensors that tell the step.
+  // Returns tensors whose values show the step.
   static CheckpointPart part(double step, int64_t size = 4) {
     return {{{"a.weight", at::full({2, size}, step)}, {"b.weight", at::full({size}, step + 0.5)}},
             {{"exp_avg/a.weight", at::full({2, size}, -step)}}};

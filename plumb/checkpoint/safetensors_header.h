@@ -36,7 +36,7 @@ struct SafetensorsLayout {
 SafetensorsLayout safetensors_layout(const std::string& place, const NamedTensors& tensors,
                                      const std::map<std::string, std::string>& metadata = {});
 
-// Checks everything of a header that is followed by so many bytes. `file` is for messages. Throws Error(BadFile).
+// Checks everything of a header that `data_bytes` bytes follow. `file` is for messages. Throws Error(BadFile).
 SafetensorsHeader parse_safetensors_header(const std::string& file, std::string_view text, uint64_t data_bytes);
 
 }  // namespace plumb

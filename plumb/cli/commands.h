@@ -18,7 +18,7 @@ CLI::App& command_named(CLI::App& app, const std::string& name);
 // Returns a sentence about the first option that the command did not know, with a suggestion; empty if there is none.
 std::string unknown_option(const CLI::App& command);
 
-// Ends the command with this code; what failed has been said.
+// Thrown to end the command with this code, after its error was printed.
 struct ExitCode {
   int code;
 };

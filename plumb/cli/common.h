@@ -28,12 +28,12 @@ struct Loaded {
 };
 bool is_pt2(const std::string& path);
 Loaded load(const std::string& path);
-// `.pt2` or text, as `loaded` was. Throws UsageError if the ending of `path` says otherwise.
+// Saves as `.pt2` or text, like the file that was loaded. Throws UsageError if the ending of `path` contradicts that.
 void save(const Loaded& loaded, const std::string& path);
 void check_same_kind(const Loaded& loaded, const std::string& path);
 // load() for commands that need tensors: throws UsageError for a text.
 Loaded load_with_tensors(const std::string& path);
-// For commands that need their values: an imported program gets them from --weights, or the folder it was imported
+// load() for commands that need values: an imported program gets them from --weights, or the folder it was imported
 // from.
 Loaded load_with_values(const std::string& path, const std::string& weights);
 void add_weights_option(CLI::App* sub, std::string& weights);
@@ -58,7 +58,7 @@ Model open_model(const ModelOptions& options, Progress& progress);
 // Adds the option of a training's field, or FILE: its argument goes to `given` under the field's name.
 CLI::Option* add_field(CLI::App* sub, const TrainField& field, FieldTexts& given);
 
-// Beside and renamed; "" and "-" are stdout.
+// Writes a text beside `path` and renames the file; "" and "-" are stdout.
 void write_text(const std::string& text, const std::string& path);
 
 // Returns the outputs' flat names: the keys of a dict, else the names of the values.
@@ -67,7 +67,7 @@ std::vector<std::string> output_names(const GraphModule& module);
 // that has a gradient.
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
 
-// Says on stderr where a result went; nothing for "" and "-".
+// Prints on stderr where a result went; nothing for "" and "-".
 void say_wrote(Progress& progress, const std::string& path);
 
 // Returns the columns of a line of the terminal that is stdout; nullopt if it is no terminal.

@@ -1,4 +1,4 @@
-// plumb track --history: what a recorder wrote, as a page, a picture or a table. Shared with the page of one run.
+// plumb track --history: a recorder's history as a page, a picture or a table. Shared with the page of one run.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -31,7 +31,7 @@ std::string history_page(const HistoryView& view, const std::string& title, cons
 // Returns a table's rows as JSON objects.
 nlohmann::ordered_json json_of(const Table& table);
 
-// Writes what the options ask for; without --html and --svg, or with -o or --json, what each format would do.
+// Writes what the options ask for; without --html and --svg, or with -o or --json, the effect of each format.
 void show_history(const HistoryOptions& options);
 
 }  // namespace plumb::cli

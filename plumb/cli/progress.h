@@ -18,11 +18,11 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // The last part is done, `what` begins ("reading model.pt2").
+  // Ends the last part and begins `what` ("reading model.pt2").
   void next(const std::string& what);
-  // A line of its own on stderr, the bar goes on below it.
+  // Prints a line of its own on stderr; the bar goes on below it.
   void say(const std::string& line);
-  // The last part is done, before results are printed.
+  // Ends the last part, before results are printed.
   void finish();
 
  private:

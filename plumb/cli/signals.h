@@ -1,4 +1,4 @@
-// Signals while something is to be saved.
+// Handles signals while something is to be saved.
 #pragma once
 
 namespace plumb::cli {
@@ -17,11 +17,11 @@ class KeptSignal {
   int to_pass_on() const;
 };
 
-// Another process has said that it saved something.
+// Notes that another process has saved something.
 void note_saved() noexcept;
-// This is a training whose weights no option saves: tables and the like that it writes are not what it learned.
+// Notes that no option saves this training's weights: tables and the like that it writes are not what it learned.
 void note_nothing_to_save() noexcept;
-// By this process or another. Safe in a signal handler.
+// Returns whether this process or another saved anything. Safe in a signal handler.
 bool anything_saved() noexcept;
 // Returns the end of a sentence about a failed command: "" or ", nothing was saved". Safe in a signal handler.
 const char* what_was_saved() noexcept;

@@ -42,7 +42,12 @@ class Printer {
   }
   void say(std::ostream& out, const std::string& line) {
     end_bar();
+    const bool could_write = out.good();
     out << line << std::endl;
+    if (could_write && !out.good() && &out == &std::cout && !started_by_plumb())
+      std::cerr << "plumb: standard output cannot be written: nobody reads it any more, or its disk is full; the "
+                   "training goes on, and will save"
+                << std::endl;
   }
 
   void operator()(const nlohmann::json& event) {
@@ -50,7 +55,7 @@ class Printer {
     const auto text = [&](const char* key) {
       return event[key].is_string() ? event[key].get<std::string>() : event[key].dump();
     };
-    // JSON has no NaN: what other ranks tell comes as null.
+    // JSON has no NaN: other ranks send null.
     const auto value = [&](const char* key) {
       return event[key].is_number() ? event[key].get<double>() : std::nan("");
     };
@@ -143,8 +148,6 @@ bool goes_on_later(const TrainOptions& o, int signal) {
   return (signal == SIGTERM || signal == SIGUSR1) && !o.checkpoints.empty();
 }
 
-bool saves_weights(const TrainOptions& o) { return !o.save.empty() || !o.save_hf.empty() || !o.checkpoints.empty(); }
-
 int end_interrupted(const TrainOptions& o, int signal) {
   if (goes_on_later(o, signal) && anything_saved()) return kGoesOnLater;
   std::cerr << "\nplumb: interrupted" << what_was_saved() << "\n";
@@ -234,7 +237,7 @@ int train_here(const TrainOptions& o) {
   if (!o.json && !o.quiet) hooks.progress = std::ref(steps);
   // Long enough for a busy host: the launcher's store is there or will never be.
   const auto members = Membership::from_environment(std::chrono::seconds(std::max<int64_t>(o.patience, 5)));
-  const bool stoppable = saves_weights(o);
+  const bool stoppable = o.saves_weights();
   if (stoppable) hooks.stop_signal = [&] { return signal->taken(); };
   const auto keep_signals = [&] {
     progress.finish();
@@ -279,8 +282,9 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
-  // The reader of what is printed may go (`| head`): the weights are not lost with it.
-  ::signal(SIGPIPE, SIG_IGN);
+  // The reader of what is printed may go (`| head`): the weights are not lost with it. Where there is nothing to lose
+  // the signal ends the training, as it ends other commands.
+  if (o.saves_weights()) ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;
   if (o.dry_run && alone) return dry_run(o);
@@ -289,7 +293,7 @@ int train_command(const TrainOptions& o) {
                               " processes on this machine, ", kMostHere, " at most"),
                      "fewer, or torchrun or srun over several machines");
   }
-  if (!saves_weights(o)) {
+  if (!o.saves_weights()) {
     note_nothing_to_save();
     if (!started_by_plumb() && (alone || environment->rank == 0))
       std::cerr << "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints" << std::endl;
@@ -297,7 +301,7 @@ int train_command(const TrainOptions& o) {
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)
-    return train_here(options_for(o, environment->world_size));  // so many another launcher has
+    return train_here(options_for(o, environment->world_size));  // as many as the other launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
     Progress progress(2, o.json || o.quiet);

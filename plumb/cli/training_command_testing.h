@@ -1,4 +1,4 @@
-// Trainings of the real program: what they tell, and runs that are stopped and go on.
+// Trainings of the real program: their events, and runs that are stopped and go on.
 #pragma once
 
 #include <map>
@@ -32,7 +32,7 @@ class Train : public Command {
 class Checkpoints : public Train {
  protected:
   void SetUp() override { fs::remove_all(folder() / "run"); }
-  // Two programs of the same weights are the same file, byte for byte.
+  // Expects two programs of the same weights to be the same file, byte for byte.
   static void expect_same_weights() {
     EXPECT_TRUE(read(folder() / "whole.pt2") == read(folder() / "other.pt2"));
     EXPECT_TRUE(fs::exists(folder() / "whole.pt2"));
@@ -40,7 +40,7 @@ class Checkpoints : public Train {
   static std::string job() {
     return base() + "--steps 9 --microbatches 4 --clip 0.4 --rate cosine --warmup 2 --weight-decay 0.1 ";
   }
-  // Losses by step; of a step that was computed twice the later ones, which must be equal to the first.
+  // Returns losses by step. A step that was computed twice has the later one, which must equal the first.
   static std::vector<double> by_step(const std::vector<Ended>& runs) {
     std::map<int, double> losses;
     for (const Ended& run : runs) {

@@ -27,7 +27,7 @@ class InputFile {
   uint64_t size_ = 0;
 };
 
-// Returns the whole file, of at most so many bytes: texts are no larger, and a file of holes has any size.
+// Returns the whole file, of at most `most` bytes: texts are no larger, and a file of holes has any size.
 std::string read_file(const std::filesystem::path& path, uint64_t most = uint64_t{1} << 30);
 
 // Returns read_file() of a file in an untrusted folder. Throws Error(BadFile) for a symbolic link that leads out of the

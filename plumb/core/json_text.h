@@ -1,4 +1,4 @@
-// JSON from files and peers that nobody vouches for.
+// JSON from untrusted files and peers.
 #pragma once
 
 #include <nlohmann/json.hpp>

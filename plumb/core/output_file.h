@@ -35,8 +35,8 @@ class OutputFile {
   int error_ = 0, slot_ = -1;
 };
 
-// An OutputFile of these bytes: readers see the old file or the new one, never half of it, and a failed write leaves
-// the old file as it was and nothing beside it. Folders that do not exist yet are made.
+// Writes these bytes through an OutputFile: readers see the old file or the new one, never half of it. A failed write
+// leaves the old file as it was and nothing beside it. Folders that do not exist yet are made.
 void write_file_atomically(const std::filesystem::path& path, std::string_view contents);
 
 // Removes the files of this process that were not committed yet. Safe in a signal handler, before the process ends.

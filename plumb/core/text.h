@@ -1,4 +1,4 @@
-// Text that may come from anywhere.
+// Untrusted text.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace plumb {
 
-// Bytes of the UTF-8 character at the front of a text that is not empty, 0 if there is none (RFC 3629).
+// Returns the length of the UTF-8 character at the front of a text that is not empty, 0 if there is none (RFC 3629).
 size_t utf8_length(std::string_view text);
 bool is_utf8(std::string_view text);
 

@@ -1,6 +1,6 @@
-// What a kernel's text needs of the machine that it runs on: a GPU, or a host that runs its threads one after the other
-// (tests do). Between barriers a kernel is a phase, whose body every thread of the block runs; nothing but shared
-// memory lives from one phase to the next.
+// The machine that a kernel's text runs on: a GPU, or a host that runs its threads one after the other (tests do).
+// Between barriers a kernel is a phase, whose body every thread of the block runs; nothing but shared memory lives from
+// one phase to the next.
 #pragma once
 
 #include "plumb/numerics/element.h"

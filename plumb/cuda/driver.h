@@ -33,7 +33,7 @@ class Driver {
  private:
   Driver();
   void check(int result, const std::string& what) const;
-  // Torch has made the device's context; a thread that has not used the device yet has none current.
+  // Makes the device's context, which torch has made, current: a thread that has not used the device yet has none.
   void use(int index) const;
 
   int32_t (*stream_)(int32_t, void**);

@@ -16,8 +16,8 @@ namespace plumb::cuda {
 
 constexpr int kThreadsOfBlock = 128;  // device.cuh's kThreads
 
-// From the cache or the compiler, and into the cache.
-// Throws Error(ExecutionFailed) if the compiler fails or takes longer than `patience` seconds.
+// Takes a kernel from the cache or the compiler, and puts it into the cache. Throws Error(ExecutionFailed) if the
+// compiler fails or takes longer than `patience` seconds.
 std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, const std::string& text,
                            const std::string& architecture, double patience = 60);
 
@@ -44,7 +44,7 @@ struct Machine {
 };
 void use_machine(Machine* machine);
 
-// Starts what loaded() gave; arguments: a pointer to each. Throws Error(ExecutionFailed).
+// Starts a kernel of loaded(); arguments: a pointer to each. Throws Error(ExecutionFailed).
 void start(c10::Device device, void* kernel, int64_t blocks, std::vector<void*> arguments);
 
 }  // namespace plumb::cuda

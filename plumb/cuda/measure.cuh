@@ -1,4 +1,4 @@
-// What metrics gather of values, by threads: moments in double, shifted by a thread's first value so that a large mean
+// Sums of metrics, by threads: moments in double, shifted by a thread's first value so that a large mean
 // costs no digits; merged by halves in a fixed order.
 #pragma once
 

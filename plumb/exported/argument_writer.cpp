@@ -168,7 +168,7 @@ SymExpr GraphWriter::expression(const Value* value) {
     if (b && call->first == "plumb::sym_sub.int") b = SymExpr::call("Mul", {SymExpr::integer(-1), *b});
     if (a && b) e = SymExpr::call(call->second, {*a, *b});
   }
-  // A size that only running tells: a symbol of its own.
+  // A size that is known only in a run: a symbol of its own.
   if (!e) {
     const bool input = node.kind() == NodeKind::Placeholder;
     e = SymExpr::symbol((input ? "s9" : "u9") + std::to_string(1000 + fresh_symbols_++));

@@ -68,9 +68,10 @@ struct LoadOptions {
 // like).
 ExportedProgram load_pt2(const std::string& path, const LoadOptions& options = {});
 
-// Writes beside `path` and renames, so that a reader never sees half a file. Python opens it with torch.export.load,
-// after `import plumb` if the graph has plumb's operators. A GraphModule need not have come from a file. Throws Error
-// (InvalidArgument) naming a node that a file cannot hold, (BadFile) if the file cannot be written.
+// Writes a program beside `path` and renames the file, so that a reader never sees half of one. Python opens it with
+// torch.export.load, after `import plumb` if the graph has plumb's operators. A GraphModule need not have come from a
+// file. Throws Error(InvalidArgument) naming a node that a file cannot hold, Error(BadFile) if the file cannot be
+// written.
 void save_pt2(const ExportedProgram& program, const std::string& path);
 void save_pt2(const GraphModule& module, const std::string& path);
 

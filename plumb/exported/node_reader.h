@@ -36,10 +36,10 @@ class NodeReader {
   NodeReader(const JsonDoc& doc, Graph& graph, ExportedProgram& program, std::optional<at::Device> device)
       : doc_(doc), graph_(graph), program_(program), device_(device) {}
 
-  // Throws if any node, also of nested graphs, has an operator that nobody registered: names them all.
+  // Throws if any node, also of nested graphs, has an operator that is not registered: names them all.
   void check_operators(const Json& graph) const;
   void read_nodes(const Json& graph, Scope& scope, Region region, int depth = 0);
-  // Any argument but a graph; values are looked up in the scope.
+  // Reads any argument but a graph; values are looked up in the scope.
   Arg read_argument(const Json& argument, const Scope& scope) const;
 
   // Returns the type that `graph` states for a tensor of this name, on the device asked for.

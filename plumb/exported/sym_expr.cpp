@@ -40,7 +40,7 @@ class Parser {
     return true;
   }
 
-  // Returns the characters from here on that are such.
+  // Returns the characters from here on for which `is` holds.
   template <class Is>
   std::string_view take(const Is& is) {
     const size_t start = at_;

@@ -11,7 +11,7 @@
 namespace plumb {
 
 // Returns the operator that stands for a Python function with a result of this type: ("_operator.add", Int) ->
-// "plumb::sym_add.int". Nothing for functions that are no arithmetic.
+// "plumb::sym_add.int". Returns nullopt for functions that are no arithmetic.
 std::optional<std::string> sym_operator(std::string_view python, ValueType result);
 // Returns the inverse: "plumb::sym_add.int" -> "_operator.add".
 std::optional<std::string> python_function(std::string_view op);

@@ -48,9 +48,8 @@ struct ToStore {
   at::Tensor tensor;
   bool is_parameter = false;
 };
-// Hands every storage to `write_record` once ("data/weights/weight_0", bytes) and returns the config's JSON, in the
-// order given.
-// `prefix` is "weight_" or "tensor_".
+// Passes every storage to `write_record` once ("data/weights/weight_0", bytes) and returns the config's JSON, in the
+// order given. `prefix` is "weight_" or "tensor_".
 OrderedJson write_stored(const std::vector<ToStore>& tensors, const std::string& folder, const std::string& prefix,
                          const std::function<void(const std::string&, const void*, size_t)>& write_record);
 

@@ -1,4 +1,4 @@
-// Reads zip archives that nobody vouches for.
+// Reads untrusted zip archives.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ void collect_sets(const c10::AliasInfo& info, std::set<c10::Symbol>& sets, bool&
 
 bool is_opaque(const Node& node) { return node.is_call() && operator_facts(node.target()).opaque; }
 
-// Conversions hand their input back unless dtype or device changes, which the types tell.
+// Conversions return their input unless dtype or device changes, which the types show.
 bool is_conversion_with_copy(const Node& node) {
   const std::string_view name = node.op_name();
   if (name != "aten::to" && name != "aten::type_as" && name != "aten::_to_copy") return false;
@@ -33,7 +33,7 @@ bool is_conversion_with_copy(const Node& node) {
   return from && to && (from->dtype != to->dtype || from->device.type() != to->device.type());
 }
 
-// Training dropout makes its result new; evaluation, or a probability of nought, hands the input back.
+// Training dropout makes its result new; evaluation, or a probability of nought, returns the input.
 bool is_drawn_anew(const Node& node) {
   const Arg* p = node.is_random() ? node.try_arg("p") : nullptr;
   return p && p->is_constant() && p->constant().isDouble() && p->constant().toDouble() > 0;

@@ -74,7 +74,7 @@ class Aliases {
 // communication, an operator without results). Such a node has to stay, and only once.
 bool has_hidden_effects(const Node& node);
 
-// The values in an argument, those of a list's elements too.
+// Appends the values in an argument, those of a list's elements too.
 void collect_values(const Arg& arg, std::vector<Value*>& out);
 
 // True for operators whose result is not a function of their arguments: uninitialized memory.

@@ -12,7 +12,7 @@
 
 namespace plumb {
 
-// While it lives, checks of its thread are kept in it; those of a scope inside of another in the inner one.
+// Keeps the checks of its thread while it lives; checks inside of an inner scope go to that one.
 class DeferredChecks {
  public:
   DeferredChecks();

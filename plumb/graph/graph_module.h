@@ -51,9 +51,10 @@ class GraphModule : public torch::nn::Module {
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
   // Sets the mode; eval() calls it, too. Throws Error(InvalidState) if the other mode would change what an operator
-  // computes (mode.h), or if the captured forward had read the mode, because a graph is made for one mode, is_training().
+  // computes (mode.h), or if the captured forward had read the mode, because a graph is made for one mode,
+  // is_training().
   void train(bool on = true) override;
-  // Says which mode the graph was made in. The constructor tells it by the operators.
+  // Sets the mode that the graph was made in. The constructor infers it from the operators.
   void set_made_in_training(bool training) { Module::train(training); }
   // "file:line" where the captured forward reads its training mode, so that the graph holds one mode's path; empty if
   // it does not, or if both modes have one path. Only a capture from Python notes it.
@@ -64,7 +65,7 @@ class GraphModule : public torch::nn::Module {
 
   // Registers every parameter and buffer of the state as torch::nn::Module members.
   void sync_module();
-  // Deep copy of graph and state (aliases kept).
+  // Returns a deep copy of graph and state (aliases kept).
   std::shared_ptr<GraphModule> deep_copy() const;
   // lint(graph) and: every get_attr has an entry of the state, placeholders and output fit the specs.
   void lint() const;

@@ -14,7 +14,7 @@ namespace plumb {
 // and the node's name. Names stay when a graph is cut, so a node draws the same numbers in the whole and in any stage.
 // The generators' states are afterwards those of the last node.
 //
-// `rows`, where it is known: what runs is so many rows of a batch, and `place` the number of the first one. Dropout
+// `rows`, if known: number of rows of the batch that runs; `place`: the number of the first one. Dropout
 // then draws row by row, so that its masks do not depend on how the batch is cut into microbatches (run_by_rows()).
 class NodeSeeds {
  public:

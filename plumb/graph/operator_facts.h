@@ -67,9 +67,9 @@ struct OperatorFacts {
   // Arguments that it writes though its schema does not say so, as long as the bool argument `writes_if` is true.
   std::string_view writes[2] = {};
   std::string_view writes_if = {};
-  // It may hand an input back, or a view of it, though its schema does not say so.
+  // It may return an input, or a view of it, though its schema does not say so.
   bool may_alias = false;
-  // It runs code that nobody sees into: it may write every argument and do anything else.
+  // It runs opaque code: it may write every argument and do anything else.
   bool opaque = false;
   // It does something that no result shows: measures, waits for other processes.
   bool has_effects = false;
@@ -83,7 +83,7 @@ struct OperatorFacts {
   bool reads_value = false;
   DataSizes data_sizes = DataSizes::ByTag;
 
-  // Its result, or in-place its argument, holds memory that nobody has written.
+  // Its result, or in-place its argument, holds memory that was never written.
   bool uninitialised = false;
   // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with. Lists
   // are its parts.
@@ -119,7 +119,7 @@ struct OperatorRefusal {
   std::string message;  // "aten::from_file may not stand in a file: it opens files"
   std::string remedy;
 };
-// Nothing if a file may name the operator ("aten::add.Tensor").
+// Returns nullopt if a file may name the operator ("aten::add.Tensor").
 std::optional<OperatorRefusal> refused_in_files(std::string_view name);
 
 // Lets every file that this process reads from now on name an operator ("mylib::op", all its overloads) or those of a

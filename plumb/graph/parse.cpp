@@ -1,5 +1,5 @@
-// Text -> Graph: the inverse of print.cpp. The text may come from anywhere: whatever is wrong ends in an Error that
-// names line and column.
+// Text -> Graph: the inverse of print.cpp. The text is untrusted: every fault ends in an Error that names line
+// and column.
 #include <algorithm>
 #include <cctype>
 #include <charconv>

@@ -43,7 +43,7 @@ inline constexpr bool kCheckPasses = true;
 bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module,
                  bool check = kCheckPasses);
 
-// Runs a pass of the table so.
+// Runs a pass of the table by run_checked().
 bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options = {},
               std::vector<std::string>* report = nullptr, bool check = kCheckPasses);
 

@@ -49,8 +49,8 @@ class Pattern {
   // The operator of the root without its overload: nodes of other operators need not be tried.
   std::string_view root_op() const { return root_->op_name(); }
 
-  // Whether the nodes that lead to `root` have the pattern's form. Says nothing of what else uses or writes them.
-  // through_casts: casts between floating types may stand anywhere in between.
+  // Returns a match if the nodes that lead to `root` have the pattern's form. Does not check other uses or writes of
+  // them. through_casts: casts between floating types may stand anywhere in between.
   std::optional<Match> match(Node* root, bool through_casts = false) const;
 
  private:

@@ -312,7 +312,7 @@ class PlanCompiler {
     in.num_slots = static_cast<uint32_t>(slots.size());
     plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
     const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
-    // A function that nobody looks into may draw, too.
+    // An opaque function may draw, too.
     if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
     plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
     // Dropout, also that of attention: it draws only if an argument says so. Recurrent layers have no rows of their

@@ -45,7 +45,7 @@ struct PointwiseProgram {
   std::vector<PointwiseStep> steps;
   int64_t num_inputs = 0;
   std::string to_string() const;
-  // Throws Error(InvalidArgument), naming the step, for what the grammar above has not.
+  // Throws Error(InvalidArgument), naming the step, for text outside of the grammar above.
   static PointwiseProgram parse(std::string_view text);
 };
 

@@ -1,4 +1,4 @@
-// The bytes of a history file; docs/history.md says the same in words. Little-endian.
+// The bytes of a history file, which docs/history.md describes. Little-endian.
 #pragma once
 
 #include <bit>

@@ -29,7 +29,7 @@ namespace plumb {
 
 struct RecordCondition {
   Statistic statistic;
-  // Either or both: it holds beyond one of them. NaN is beyond nothing; nan_count tells of it.
+  // One or both bounds: it holds beyond one of them. NaN is beyond nothing; nan_count counts it.
   std::optional<double> above = {}, below = {};
 
   bool holds(double value) const { return (above && value > *above) || (below && value < *below); }

@@ -42,7 +42,7 @@ struct Statistic {
   bool needs_histogram() const;
   // Returns the rows' bits it is computed from, which rules record with it: 1 << kind of the first ten.
   uint16_t bits() const;
-  // NaN for Histogram, which is no number.
+  // Returns NaN for Histogram, which is no number.
   double of(const TensorMetrics& metrics) const;
 
   bool operator==(const Statistic&) const = default;

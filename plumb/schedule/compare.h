@@ -1,4 +1,4 @@
-// All schedules for so many ranks and microbatches side by side, and the one to take.
+// Compares all schedules for a number of ranks and microbatches, and chooses one.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 
 namespace plumb {
 
-// The costs of a model that is cut into so many stages.
+// The costs of a model that is cut into a number of stages.
 struct StageCosts {
   Costs costs;
   // Memory that a stage takes whatever the schedule (parameters, gradients, optimizer), in the unit of

@@ -10,7 +10,7 @@ struct LowerOptions {
   // and the forward's value leaves before the backward runs.
   bool keep_pairs = false;
   bool reduce_grad = false;  // REDUCE_GRAD of a stage right after its last weight gradient
-  int max_unsharded = 0;     // > 0: UNSHARD / RESHARD around use, at most so many stages of a rank whole at a time
+  int max_unsharded = 0;  // > 0: UNSHARD / RESHARD around use, this many stages of a rank at most are whole at a time
 };
 
 // Puts SEND_x behind every action whose value another rank needs and RECV_x into the row of the stage that needs it:

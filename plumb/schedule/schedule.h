@@ -75,7 +75,7 @@ Schedule parse_csv(std::string_view text, const std::string& where = "");
 Schedule read_csv(const std::string& path);
 void write_csv(const Schedule& schedule, const std::string& path);
 
-// Returns the placement that the compute actions of a table show. Stages nobody runs are on rank -1.
+// Returns the placement that the compute actions of a table show. Stages that no rank runs are on rank -1.
 Placement infer_placement(const std::vector<std::vector<Action>>& rows);
 
 }  // namespace plumb

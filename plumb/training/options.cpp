@@ -204,7 +204,7 @@ std::vector<TrainField> output_fields() {
       field("timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", whole_number(1)),
       {"csv", &O::csv,
        "A table of the steps: loss, rate, norm of the gradients, rows and tokens a second, memory of the largest rank, "
-       "seconds, evaluations"},
+       "seconds, evaluations. A file that is there already is refused, but for the run's own when it goes on"},
       {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers, of this run alone"},
       {"page", &O::page,
        "An HTML page of the same, as curves, and of the scales that --record measured, written again every few seconds "

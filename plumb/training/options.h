@@ -51,6 +51,8 @@ struct TrainOptions {
   bool quiet = false, dry_run = false, json = false;
 
   int processes() const { return static_cast<int>(stages * replicas); }
+  // Whether a file will have the trained weights.
+  bool saves_weights() const { return !save.empty() || !save_hf.empty() || !checkpoints.empty(); }
   bool operator==(const TrainOptions&) const = default;
 };
 

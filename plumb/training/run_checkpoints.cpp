@@ -12,6 +12,7 @@
 #include "plumb/core/json_text.h"
 #include "plumb/core/output_file.h"
 #include "plumb/graph/describe.h"
+#include "plumb/graph/parameter_tag.h"
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/training/usage.h"
@@ -58,6 +59,15 @@ std::string fingerprint(const GraphModule& module) {
   char hex[17];
   std::snprintf(hex, sizeof hex, "%016llx", static_cast<unsigned long long>(crc64(text.data(), text.size())));
   return hex;
+}
+
+// Whether each parameter has the tag of unit-scaled weights.
+nlohmann::json tags(const GraphModule& module) {
+  nlohmann::json found = nlohmann::json::object();
+  for (const Attr& attr : module.state()) {
+    if (attr.kind == AttrKind::Parameter) found[attr.name] = parameter_data(attr.tensor).has_value();
+  }
+  return found;
 }
 
 }  // namespace
@@ -122,7 +132,8 @@ nlohmann::json RunCheckpoints::state(int64_t step) const {
                 {"steps", options_.steps},
                 {"gradient_groups", job_.pipeline.gradient_groups},
                 {"data", job_.batches->state()},
-                {"unit_scaled", is_unit_scaled()}});
+                {"unit_scaled", is_unit_scaled()},
+                {"tagged", tags(job_.module())}});
   return state;
 }
 

@@ -15,8 +15,8 @@ py::dict report_dict(const CheckpointReport& r) {
 }
 
 void save_checkpoint(CheckpointWriter& writer, int64_t step, const NamedTensors& model, const NamedTensors& optimizer,
-                     const std::string& state) {
-  writer.save(step, {model, optimizer}, parse_json(state));
+                     const std::string& state, bool unit_scaled) {
+  writer.save(step, {model, optimizer, {}, unit_scaled}, parse_json(state));
 }
 
 Register checkpoint_part([](py::module_& m) {
@@ -29,7 +29,7 @@ Register checkpoint_part([](py::module_& m) {
            py::arg("folder"), py::arg("rank"), py::arg("world"), py::arg("run_id"), py::arg("keep_last"),
            py::arg("keep_every"), py::arg("background"), py::arg("timeout"))
       .def("save", &save_checkpoint, FreeGil(), py::arg("step"), py::arg("model"), py::arg("optimizer"),
-           py::arg("state"))
+           py::arg("state"), py::arg("unit_scaled"))
       .def("wait", &CheckpointWriter::wait, FreeGil())
       .def("problem", &CheckpointWriter::problem)
       .def("take_reports", [](CheckpointWriter& writer) {

@@ -80,7 +80,7 @@ std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& no
     try {
       find_in(*node, found);
     } catch (const py::error_already_set&) {
-      // It has let go of what it saved; autograd says so when it runs.
+      // Its saved variables are released; autograd reports that when it runs.
     }
   }
   return found;

@@ -72,6 +72,10 @@ const Register training_part([](py::module_& m) {
         return std::make_pair(all, to_text(findings));
       },
       FreeGil(), "What plumb finds on this machine.");
+  m.def(
+      "train_saves_weights",
+      [](const std::string& config, const FieldTexts& texts) { return read_options(config, texts).saves_weights(); },
+      py::arg("config"), py::arg("texts"), "Whether a file will have the trained weights.");
   py::class_<PythonTrainer>(m, "Trainer")
       .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
            py::arg("event"))

@@ -18,13 +18,13 @@ from ._trees import check_plain_inputs, children, structure_error, unflatten
 
 @torch._dynamo.assume_constant_result
 def _make_fx(module: GraphModule) -> tuple[str, ...]:
-    """Makes the module's torch.fx graph, which Dynamo cannot follow; answers the names of the tensors that it takes."""
+    """Makes the module's torch.fx graph, which Dynamo cannot follow; returns the names of the tensors that it takes."""
     return tuple(module.to_fx().attributes)
 
 
 @torch._dynamo.assume_constant_result
 def _asked(module: GraphModule) -> tuple[tuple[int, bool], ...]:
-    """Inputs by their number of which the forward has asked whether they require a gradient, and the answer."""
+    """Returns, for each input whose requires_grad the forward has read, its number and the value."""
     nodes = module.graph.nodes
     places = {node.results[0].name: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
     return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
@@ -138,7 +138,8 @@ class GraphModule(nn.Module):
             )
 
     def _holds_casts(self) -> bool:
-        """Whether the graph was captured under autocast; of one of unknown origin: whether it has any value of half precision."""
+        """Returns whether the graph was captured under autocast; of one of unknown origin: whether it has any value of
+        half precision."""
         if self._autocast is None:
             values = [value.meta for node in self.graph.nodes for value in node.results if value.is_tensor]
             half = any(meta is not None and meta["dtype"] in (torch.bfloat16, torch.float16) for meta in values)
@@ -169,7 +170,7 @@ class GraphModule(nn.Module):
         return f"{type(self).__name__}({_C.summary(self.graph)}; {parameters} parameters, made in {mode} mode)"
 
     def to_fx(self) -> torch.fx.GraphModule:
-        """The graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
+        """Returns the graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
         from ._fx import to_fx
 
         if self.__dict__.get("_fx") is None:

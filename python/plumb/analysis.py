@@ -130,7 +130,7 @@ def _drawn(graph: Graph) -> List[Node]:
 
 
 def graph_to_dataframe(g: Graph) -> "pd.DataFrame":
-    """A row for each tensor and direction of ``track_scales(module).scales_graph()``.
+    """Returns a row for each tensor and direction of ``track_scales(module).scales_graph()``.
 
     Columns: ``layer``, ``weight tensor``, ``direction`` (``fwd``, ``bwd``), ``tensor type`` (``x``, ``w``, ``grad_x``,
     ``grad_w``) and the full names of :class:`plumb.transforms.Metrics`; None where nothing was measured.

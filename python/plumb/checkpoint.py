@@ -28,6 +28,7 @@ Model = Union[nn.Module, Mapping[str, Tensor], Iterable[Any], Any]
 
 __all__ = ["Checkpoint", "Writer", "load", "newest", "save"]
 
+_ABOUT_WEIGHTS = {"unit_scaled", "tagged"}  # keys of a checkpoint's document; older ones lack some
 
 
 def _parts(model: Model) -> Iterator[Mapping[str, Any]]:
@@ -72,12 +73,36 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def _is_unit_scaled(tensors: Mapping[str, Tensor]) -> bool | None:
-    """Returns None if the tensors do not tell: parts of a model bear no mark, and weights of plumb.nn's layers have
-    tags as well."""
-    if any(name.endswith(MARK) for name in tensors):
-        return True
-    return None if any(isinstance(t, nn.Parameter) and has_parameter_data(t) for t in tensors.values()) else False
+def _tags(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Returns for each parameter if it has the tag of unit-scaled weights, which stages' parameters have, too. A dict's plain
+    tensors do not tell."""
+    return {name: has_parameter_data(t) for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+
+
+def _is_marked(names: Iterable[str]) -> bool:
+    return any(name.endswith(MARK) for name in names)
+
+
+def _refuse_other_weights(checkpoint: Checkpoint, document: Any, model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses plain weights for a unit-scaled model and the reverse, before anything is changed."""
+    document = document if isinstance(document, dict) else {}
+    scaled, here = document.get("unit_scaled"), _tags(tensors)
+    saved = document.get("tagged")  # older checkpoints do not say it
+    saved = saved if isinstance(saved, dict) else {}
+    other = next((name for name, tag in here.items() if saved.get(name, tag) != tag), None)
+    of = f" ('{other}')" if other else ""
+    if (other and here[other]) or (scaled is False and _is_marked(tensors)):
+        raise Error(
+            f"{checkpoint.folder}: its weights are plain, and the model is unit-scaled{of}",
+            kind=ErrorKind.InvalidState,
+            remedy="load it into the plain model, then plumb.transforms.unit_scale it (of a captured graph preserve=True keeps what it computes)",
+        )
+    if other or (scaled is True and isinstance(model, nn.Module) and not any(here.values())):
+        raise Error(
+            f"{checkpoint.folder}: its weights are unit-scaled, and the model is not{of}",
+            kind=ErrorKind.InvalidState,
+            remedy="load it into the unit-scaled model, then plumb.transforms.fold",
+        )
 
 
 def _names(tensors: dict[str, Tensor]) -> dict[int, str]:
@@ -99,7 +124,7 @@ def _named(
 
 
 def _plain(value: Any, what: str) -> Any:
-    """An option or state of an optimizer as JSON that comes back the same."""
+    """Returns an option or state of an optimizer as JSON that comes back the same."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     plain = list(value) if isinstance(value, tuple) else value
@@ -183,14 +208,16 @@ class Writer:
         about: dict[str, Any] = {"groups": [], "values": {}}
         if optimizer is not None:
             own, about = _optimizer_part(optimizer, _names(tensors))
-        of_ranks = self._gather((list(tensors), [name for name, _ in own], about, _is_unit_scaled(tensors)))
-        scaled = {scaled for *_, scaled in of_ranks}
+        of_ranks = self._gather((list(tensors), [name for name, _ in own], about, _tags(tensors)))
+        marked = any(_is_marked(names) for names, *_ in of_ranks)
+        tagged = {name: tag for *_, tags in of_ranks for name, tag in tags.items()}
         others = [set().union(*(rank[i] for rank in of_ranks[: self._rank])) for i in (0, 1)]
         document = {
             "state": state,
             "groups": [group for *_, about, _ in of_ranks for group in about["groups"]],
             "values": {name: value for *_, about, _ in of_ranks for name, value in about["values"].items()},
-            "unit_scaled": True if True in scaled else None if None in scaled else False,
+            "unit_scaled": True if marked else None if any(tagged.values()) else False,
+            "tagged": tagged,
         }
         try:
             text = json.dumps(document, allow_nan=False)
@@ -203,6 +230,7 @@ class Writer:
             [(name, tensor) for name, tensor in tensors.items() if name not in others[0]],
             [(name, tensor) for name, tensor in own if name not in others[1]],
             text,
+            marked or any(tagged.values()),
         )
 
     def wait(self) -> None:
@@ -210,7 +238,7 @@ class Writer:
         self._writer.wait()
 
     def problem(self) -> str | None:
-        """The error of the last finished save, None if it succeeded. The next save is tried all the same."""
+        """Returns the error of the last finished save, None if it succeeded. The next save is tried all the same."""
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
@@ -240,8 +268,8 @@ def save(
 
 
 def newest(folder: str | os.PathLike) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run whose every byte is as it was written, or None; and for each newer one a sentence
-    that says what is wrong with it."""
+    """Returns the newest checkpoint of a run whose every byte is as it was written, or None; and for each newer one a
+    sentence that says what is wrong with it."""
     return _C.Checkpoint.newest(os.fspath(folder))
 
 
@@ -336,20 +364,8 @@ def load(
             remedy="load it into the model that it was saved from, or say whole=False",
         )
     document = json.loads(checkpoint.state())
-    by_python = isinstance(document, dict) and set(document) - {"unit_scaled"} == {"state", "groups", "values"}
-    scaled = document.get("unit_scaled") if isinstance(document, dict) else None
-    if scaled is False and _is_unit_scaled(all_tensors):
-        raise Error(
-            f"{checkpoint.folder}: its weights are plain, and the model is unit-scaled",
-            kind=ErrorKind.InvalidState,
-            remedy="load it into the plain model, then plumb.transforms.unit_scale it (of a captured graph preserve=True keeps what it computes)",
-        )
-    if scaled is True and isinstance(model, nn.Module) and not any(map(has_parameter_data, model.parameters())):
-        raise Error(
-            f"{checkpoint.folder}: its weights are unit-scaled, and the model is not",
-            kind=ErrorKind.InvalidState,
-            remedy="load it into the unit-scaled model, then plumb.transforms.fold",
-        )
+    by_python = isinstance(document, dict) and set(document) - _ABOUT_WEIGHTS == {"state", "groups", "values"}
+    _refuse_other_weights(checkpoint, document, model, all_tensors)
     checkpoint.load(list(tensors.items()))
     if optimizer is not None:
         if not by_python:

@@ -61,8 +61,8 @@ class FPFormat:
     def named(
         cls, name: str, rounding: str = "stochastic", srbits: int = 0, saturate: Optional[bool] = None
     ) -> FPFormat:
-        """A standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or ``E4M3`` of
-        the plain family."""
+        """Returns a standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or
+        ``E4M3`` of the plain family."""
         facts = _C.parse_format(name)
         plain = facts["name"].startswith("E")
         return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"], saturate)
@@ -132,12 +132,12 @@ def format_to_tuple(format: FPFormat) -> Tuple[int, int]:
 
 
 def tuple_to_format(t: Tuple[int, int]) -> FPFormat:
-    """The plain format of ``(exponent_bits, mantissa_bits)``, rounded stochastically."""
+    """Returns the plain format of ``(exponent_bits, mantissa_bits)``, rounded stochastically."""
     return FPFormat(*t)
 
 
 def standard_format_names() -> list[str]:
-    """Names that :meth:`FPFormat.named` takes beside ``E<e>M<m>``."""
+    """Returns names that :meth:`FPFormat.named` takes beside ``E<e>M<m>``."""
     return _C.standard_format_names().split()
 
 

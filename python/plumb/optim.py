@@ -31,7 +31,7 @@ def _fan_in(param: ParameterData) -> int:
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
-    """The factor on the learning rate for optimizers whose updates do not depend on the gradient's size."""
+    """Returns the factor on the learning rate for optimizers whose updates do not depend on the gradient's size."""
     scale = lr_scale_for_depth(param)
     if param.mup_type == "weight":
         return scale * _fan_in(param) ** -0.5

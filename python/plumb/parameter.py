@@ -30,7 +30,7 @@ def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:
 
 
 def Parameter(data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
-    """A ``torch.nn.Parameter`` with ``mup_type`` and ``mup_scaling_depth``, kept by deep copies and pickling.
+    """Returns a ``torch.nn.Parameter`` with ``mup_type`` and ``mup_scaling_depth``, kept by deep copies and pickling.
 
     Args:
         mup_type: ``"weight"``, ``"bias"``, ``"norm"`` or ``"output"``: the role, which decides the learning rate.
@@ -80,7 +80,7 @@ def tell_engine(parameter: Tensor) -> None:
 
 
 def made_from(tensor: Tensor) -> nn.Parameter:
-    """A parameter on a tensor of the engine's, with its tag."""
+    """Returns a parameter on a tensor of the engine's, with its tag."""
     parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
     tag = _C.tag_of(tensor)
     return parameter if tag is None else tag_parameter(parameter, *tag)

@@ -81,7 +81,7 @@ def stages_here(name, rank, size):
 
 
 def work(rank, size, cases):
-    """Every case: gradients by stage and name, losses and outputs of every step, buffers."""
+    """Returns every case: gradients by stage and name, losses and outputs of every step, buffers."""
     found = {}
     for name, model in cases:
         here, count = stages_here(name, rank, size)

@@ -43,7 +43,7 @@ def text(rows):
 
 
 def both(actions):
-    """A table as plumb's and as torch's actions."""
+    """Returns a table as plumb's and as torch's actions."""
     return (
         {rank: [_Action.from_str(a) for a in row] for rank, row in actions.items()},
         {rank: [torchs._Action.from_str(a) for a in row] for rank, row in actions.items()},

@@ -78,7 +78,7 @@ def work(rank, size):
 
 
 def whole_backward(module):
-    """The gradients of the steps, after which the module must still reduce by itself as before."""
+    """Returns the gradients of the steps, after which the module must still reduce by itself as before."""
     kept = [g.clone() for g in gradients(module)]
     module.zero_grad()
     module(torch.ones(2, 8)).sum().backward()

@@ -220,7 +220,7 @@ def random_graph(rng):
 
 
 def pruned_one_by_one(graph, goes):
-    """The definition: in order, a node that `goes` leaves its place to its only float input, or to None."""
+    """Prunes by definition: in order, a node that `goes` leaves its place to its only float input, or to None."""
     graph = copy.deepcopy(graph)
     for node in graph.nodes:
         floats = [a for a in (*node.args, *node.kwargs.values()) if getattr(a, "meta", {}).get("outputs_float_tensor")]

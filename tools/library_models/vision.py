@@ -205,7 +205,7 @@ def with_dropout(model):
 
 
 def of_vit(module, cls, keyword=None, **options):
-    """A module that holds a ViT."""
+    """Returns a module that holds a ViT."""
     vit = importlib.import_module("vit_pytorch.vit").ViT(**{k: VIT[k] for k in VIT_ARGS}, pool="mean")
     made = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)
     return made(**{keyword: vit}, **options) if keyword else made(vit, **options)

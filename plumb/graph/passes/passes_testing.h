@@ -130,7 +130,7 @@ enum class Gradients {
   Rounded  // as sums of another order: see functionalise.h
 };
 
-// Bit for bit, but for the sign of zeros. Empty when equal, else what differs.
+// Compares bit for bit, except the sign of zeros. Returns "" or what differs.
 inline std::string difference(const Seen& a, const Seen& b, Gradients gradients = Gradients::Equal) {
   if (a.error.empty() != b.error.empty()) return "errors: '" + a.error + "' against '" + b.error + "'";
   if (!a.error.empty()) return "";

@@ -32,7 +32,7 @@ _LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (frozenset(sys
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is an object of a user's or a library's class, whose attributes may be settings."""
+    """Returns whether it is an object of a user's or a library's class, whose attributes may be settings."""
     cls = type(value)
     if isinstance(value, (*PLAIN, *_FUNCTIONS, type, nn.Module, Tensor, types.ModuleType, tuple, list, dict, set, deque)):
         return False
@@ -100,7 +100,7 @@ class Observer:
 
 
 def caller_of_read(frame: types.FrameType) -> types.FrameType:
-    """The frame, or the one whose read of an attribute it notes."""
+    """Returns the frame, or the one whose read of an attribute it notes."""
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -111,7 +111,7 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed() -> Iterator[Observer]:
-    """While it lasts, reads of attributes are noted."""
+    """Context manager that notes reads of attributes."""
     observer = Observer()
     _observers.append(observer)
     try:
@@ -305,8 +305,8 @@ def _is_users_class(cls: type) -> bool:
 def guards_of(
     observer: Observer, module: nn.Module, written: set[tuple[int, Any]], forward: Callable[..., Any] | None
 ) -> Guards:
-    """The guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what the forward itself
-    changed. `forward`: was called instead of ``module(...)``."""
+    """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
+    the forward itself changed. `forward`: was called instead of ``module(...)``."""
     make = _Resolver(module, written)
     make.hooks(module, with_root=forward is None)
     for sub in module.modules():

@@ -1,5 +1,5 @@
-"""What a forward writes into its module besides parameters and buffers (attributes, and the dicts, lists and objects in them), and how
-the module is put back after a capture. Modules that a capture refuses."""
+"""Writes of a forward into its module besides parameters and buffers (attributes, and the dicts, lists and objects in
+them), and the restoring of the module after a capture. Modules that a capture refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table(NamedTuple):
         return f"{self.name}[{key!r}]"
 
     def current(self) -> Table:
-        """The one that is in its place now."""
+        """Returns the one that is in its place now."""
         if self.parent is None:
             return self
         try:
@@ -113,7 +113,7 @@ def _walk(
 
 
 def tables(module: nn.Module) -> list[Table]:
-    """Of all modules, in the order in which a walk from the root meets them."""
+    """Returns the tables of all modules, in the order in which a walk from the root meets them."""
     found: list[Table] = []
     seen: set[int] = set()
 
@@ -166,7 +166,8 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
 
 
 def random_states() -> tuple[Tensor, Tensor | None]:
-    """Of torch's generators: the CPU's, and that of the current accelerator if there is one and it was used."""
+    """Returns the states of torch's generators: the CPU's, and that of the current accelerator if there is one and it
+    was used."""
     device = torch.accelerator.current_accelerator()
     module = device and torch.get_device_module(device)
     used = module is not None and getattr(module, "is_initialized", lambda: True)()
@@ -251,7 +252,7 @@ class ModuleStateGuard:
             )
 
     def _hang_on_inputs(self, tensors: list) -> bool:
-        """Whether autograd would hand a gradient of these on to anything but the module's parameters."""
+        """Returns whether autograd would pass a gradient of these to anything but the module's parameters."""
         own = {id(p) for p in self.parameters}
         nodes = [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
         seen = set(nodes)

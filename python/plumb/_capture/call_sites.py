@@ -51,7 +51,7 @@ class Call:
 
 
 def _callee(code: Code, n: int, frame: FrameType) -> Any:
-    """The function that the call at instruction n calls, a method's name, or None."""
+    """Returns the function that the call at instruction n calls, a method's name, or None."""
     m = code.function_of(n)
     if m is None:
         return None
@@ -65,7 +65,7 @@ def _callee(code: Code, n: int, frame: FrameType) -> Any:
 
 
 def _value(code: Code, m: int, frame: FrameType) -> Any:
-    """A module, class or function that instruction m loads; None for anything else."""
+    """Returns a module, class or function that instruction m loads; None for anything else."""
     i = code.instructions[m]
     value = None
     if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -104,7 +104,7 @@ def _target(frame: FrameType) -> Any:
 
 
 def _names(frame: FrameType | None) -> list[str] | None:
-    """The variables of the user's that take what this frame's current instruction gives."""
+    """Returns the variables of the user's that take what this frame's current instruction gives."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file in _CAPTURE:
@@ -143,7 +143,7 @@ def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
 
 
 def here() -> Call:
-    """The call in Python of the operator that is being recorded."""
+    """Returns the call in Python of the operator that is being recorded."""
     frame = past_modes(sys._getframe(1))
     stand_in = replacing[-1] if replacing else None
     if known := _library_function(frame):
@@ -152,7 +152,7 @@ def here() -> Call:
 
 
 def written() -> Any:
-    """What the caller of torch's function mode that asks this has written: ``operator.add`` for ``+``. None if unknown."""
+    """Returns what the caller of torch's function mode has written: ``operator.add`` for ``+``. None if unknown."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (of_mode(frame) or frame.f_code.co_filename == _TENSOR):
         frame = frame.f_back
@@ -160,7 +160,7 @@ def written() -> Any:
 
 
 def hint(call: Call, operator_name: str) -> str:
-    """A name for a result that no variable takes."""
+    """Returns a name for a result that no variable takes."""
     target = call.target
     name = target if isinstance(target, str) else getattr(target, "__name__", None)
     if name is None:

@@ -94,7 +94,7 @@ class Code:
         return None
 
     def only_raises(self, start: int) -> bool:
-        """Whether the instructions from here on do nothing but raise."""
+        """Returns whether the instructions from here on do nothing but raise."""
         for i in self.instructions[start : start + _LONGEST_RAISE]:
             if i.opname in ("RAISE_VARARGS", "RERAISE"):
                 return True
@@ -103,7 +103,7 @@ class Code:
         return False
 
     def decides_a_raise(self, n: int) -> bool:
-        """Whether the truth that instruction n asks for decides a branch of which one way only raises."""
+        """Returns whether instruction n decides a branch of which one way does nothing but raise an exception."""
         instructions = self.instructions
         if instructions[n].opname.startswith("CALL"):  # bool(t), or a conversion before a jump
             n += 1
@@ -118,7 +118,7 @@ class Code:
         return any(self.only_raises(start) for start in [n + 1, *targets])
 
     def updates_attribute(self, n: int, name: str) -> bool:
-        """Whether instruction n reads an attribute only for its own new value, as in ``self.calls += 1``."""
+        """Returns whether instruction n reads an attribute only for its own new value, as in ``self.calls += 1``."""
         owner = self.instructions[n - 1]
         for m in range(n + 1, len(self.instructions)):
             i = self.instructions[m]
@@ -131,8 +131,8 @@ class Code:
         return False
 
     def outer_reads(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Names that the code reads from outside of itself (globals, cells), each with the attributes that follow it: N of
-        ``N``, C and ("sizes", "width") of ``C.sizes.width``."""
+        """Returns names that the code reads from outside of itself (globals, cells), each with the attributes that
+        follow it: N of ``N``, C and ("sizes", "width") of ``C.sizes.width``."""
         found: dict[tuple[str, tuple[str, ...]], None] = {}
         for n, i in enumerate(self.instructions):
             if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"):
@@ -145,7 +145,7 @@ class Code:
         return list(found)
 
     def asks_for_emptiness(self, n: int) -> bool:
-        """Whether the size that instruction n reads is only held against zero."""
+        """Returns whether the size that instruction n reads is only held against zero."""
         following = self.instructions[n + 1 :][:5]
         if len(following) > 1 and following[0].opname == "LOAD_CONST" and following[1].is_subscript:
             following = following[2:]
@@ -170,7 +170,7 @@ def of_mode(frame: FrameType) -> bool:
 
 
 def past_modes(frame: FrameType) -> FrameType:
-    """The frame, or the one that called torch's function modes that it is part of."""
+    """Returns the frame, or the one that called torch's function modes that it is part of."""
     while of_mode(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -184,7 +184,7 @@ def instructions_of(code: CodeType) -> Code:
 
 
 def running(frame: FrameType) -> tuple[Code, int] | None:
-    """The code of a frame and the number of the instruction that runs."""
+    """Returns the code of a frame and the number of the instruction that runs."""
     code = instructions_of(frame.f_code)
     # While a Python function runs, its caller may stand in the cache entries behind the call.
     n = bisect.bisect_right(code.offsets, frame.f_lasti) - 1

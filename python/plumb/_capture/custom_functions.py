@@ -59,8 +59,8 @@ def _place(tensor: Tensor) -> tuple:
 
 
 def _in_place_of(inputs: list[Tensor], held: list) -> list[Tensor]:
-    """The inputs, and for one that shows the memory of a parameter which the function holds the parameter itself: the function asks
-    autograd for its gradient."""
+    """Returns the inputs, and for one that shows the memory of a parameter which the function holds the parameter
+    itself: the function asks autograd for its gradient."""
     own = [p for h in held for p in (h.parameters() if isinstance(h, nn.Module) else [h])]
     by_place = {_place(p): p for p in own if p.requires_grad and p.is_leaf and p.data_ptr()}
     return [by_place.get(_place(x), x) if x.requires_grad and x.layout == torch.strided else x for x in inputs]
@@ -80,8 +80,8 @@ def refuse_holders(graph: Any, what: str) -> None:
 
 
 def _with_tensors(value: Any, instead: dict[int, Tensor], depth: int = 0) -> Any:
-    """A function's argument that holds other tensors in place of those of these ids: closures, partial functions and containers are
-    made anew where they hold one. All else is the same object."""
+    """Returns a function's argument that holds other tensors in place of those of these ids: closures, partial
+    functions and containers are made anew where they hold one. All else is the same object."""
     if isinstance(value, Tensor):
         return instead.get(id(value), value)
     if depth > _DEEPEST:
@@ -111,8 +111,8 @@ def _with_tensors(value: Any, instead: dict[int, Tensor], depth: int = 0) -> Any
 
 
 def _computed_in(held: list, leaves: list, name: str) -> list[Tensor]:
-    """The tensors that the forward has computed among what a function holds. They have to be given anew in every run: raises
-    `plumb.Error` where they are in what cannot be made anew."""
+    """Returns the tensors that the forward has computed among what a function holds. They have to be given anew in
+    every run: raises `plumb.Error` where they are in what cannot be made anew."""
     computed = [h for h in held if isinstance(h, Tensor) and _C.is_computed(h)]
     if computed:
         stand_in = torch.empty(0, device="meta")
@@ -126,7 +126,7 @@ def _computed_in(held: list, leaves: list, name: str) -> list[Tensor]:
 
 
 def opaque_functions() -> ContextManager:
-    """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all, also where
+    """Context manager in which ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all, also where
     ``apply`` was taken before.
 
     The function of a re-entrant checkpoint is captured instead: it would give its parameters' gradients to the module that was

@@ -47,7 +47,7 @@ def _spec_json(spec: Any, num_leaves: int) -> str:
 
 
 def positional_names(forward: Callable[..., Any]) -> list[str]:
-    """Of the parameters of a forward that may be given by position."""
+    """Returns the names of those parameters of a forward that may be given by position."""
     try:
         function = forward.forward if isinstance(forward, nn.Module) else forward
         parameters = inspect.signature(function).parameters.values()
@@ -57,7 +57,7 @@ def positional_names(forward: Callable[..., Any]) -> list[str]:
 
 
 def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
-    """Each input under the name of its parameter in the forward's signature, and its place inside of that."""
+    """Returns each input under the name of its parameter in the forward's signature, and its place inside of that."""
     positional = positional_names(forward)
     names = []
     for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
@@ -133,7 +133,7 @@ class _Forward:
 
     @contextlib.contextmanager
     def traced(self, replace: dict) -> Iterator[None]:
-        """While it lasts, torch is as a capture needs it, and the module is as before afterwards."""
+        """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
         with _capture_lock, contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
             if self.observer is None:  # the first capture's reads are those of the graph
@@ -155,7 +155,7 @@ class _Forward:
 
 
 class Captured(NamedTuple):
-    """What one forward of a module was captured as."""
+    """The captured form of one forward of a module."""
 
     engine: Any  # the engine's graph module
     in_spec: Any
@@ -240,7 +240,7 @@ def capture_engine(
 
 
 def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: Any) -> bool:
-    """Whether the forward of a module that asks for its mode takes the same path in the other one."""
+    """Returns whether the forward of a module that asks for its mode takes the same path in the other one."""
     modes = [(sub, sub.training) for sub in module.modules()]
     try:
         for sub, training in modes:
@@ -256,7 +256,7 @@ def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: An
 
 
 def signature(leaves: list) -> tuple:
-    """The facts about inputs that a graph is specialised to. A forward may ask for a layout, and an operator refuse it."""
+    """The facts about inputs that a graph is specialized to. A forward may ask for a layout, and an operator refuse it."""
     try:
         return tuple([
             (x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride()) if isinstance(x, Tensor) else hashed(x)

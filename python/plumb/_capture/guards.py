@@ -39,7 +39,8 @@ class _Same:
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
-    """What tells values apart, as it is now: numbers and texts by type and value, containers by their parts, all else by identity."""
+    """Returns a key of a value as it is now: numbers and texts by type and value, containers by their parts, all else
+    by identity."""
     if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
         return hashed(value)
     if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST:
@@ -105,7 +106,7 @@ class Guards:
                 self.add(TENSOR, table, key, (tensor.dtype, tensor.device, tensor.shape), name)
 
     def hold(self) -> bool:
-        """Whether everything is as it was read. Values that are equal and other objects are the same."""
+        """Returns whether everything is as it was read. Values that are equal and other objects are the same."""
         i = _C.first_changed(self.entries)
         while i >= 0:
             if not self._still(i):
@@ -152,7 +153,7 @@ def _contents_ids(value: Any) -> set[int]:
 
 
 def enabled_autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The devices, of the CPU and the accelerator, for which autocast is on, and its dtypes."""
+    """Returns the devices, of the CPU and the accelerator, for which autocast is on, and its dtypes."""
     return tuple((device, dtype) for device, enabled, dtype in autocast_regions() if enabled)
 
 

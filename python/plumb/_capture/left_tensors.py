@@ -66,7 +66,7 @@ class _Written(NamedTuple):
 
 
 class LeftTensors:
-    """What a forward has left in `tables`, taken while its capture runs. `outputs`: the tensors, in order."""
+    """Tensors that a forward has left in `tables`, taken while its capture runs. `outputs`: the tensors, in order."""
 
     def __init__(self, tables: list[Table]):
         self.outputs: list[Tensor] = []

@@ -24,7 +24,7 @@ class Read(NamedTuple):
 
 
 def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
-    """A subclass that notes the lines which read these attributes for anything but their own new value."""
+    """Returns a subclass that notes the lines which read these attributes for anything but their own new value."""
 
     def watched(key: str, name: str) -> property:
         def read(self: nn.Module) -> Any:
@@ -65,13 +65,14 @@ def watched(changes: list[Change]) -> Iterator[list[Read]]:
 
 
 def path_of(engine: Any) -> str:
-    """The text of the graph without the numbers of Python functions, which are new in every capture."""
+    """Returns the text of the graph without the numbers of Python functions, which are new in every capture."""
     return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
 
 
 def _reads_kept(kept: list[Change], again: Any, left: dict[str, Any]) -> bool:
-    """Whether the call `again` reads tensors that the call before it left in slots that held none, as tables that are made once.
-    `left`: what `again` left in such slots. Raises `plumb.Error` for tensors that every call makes anew, as a state is."""
+    """Returns whether the call `again` reads tensors that the call before it left in slots that held none, as tables
+    that are made once. `left`: what `again` left in such slots. Raises `plumb.Error` for tensors that every call makes
+    anew, as a state is."""
     read = {id(tensor) for _, kind, tensor, _ in again.state() if kind == CONSTANT}
     used = [c for c in kept if any(id(t) in read for t in pytree.tree_leaves(c.now) if isinstance(t, Tensor))]
     for change in used:
@@ -91,7 +92,7 @@ def refuse_other_paths(
     capture_again: Callable[[], tuple[Any, dict]],
     reads: list[Read],
 ) -> list[str]:
-    """`capture_again` captures a call that begins with what the first call left, and answers the engine and the tensors that this
+    """`capture_again` captures a call that begins with what the first call left, and returns the engine and the tensors that this
     call leaves; `reads` is what watched() yields.
 
     Raises `plumb.Error` if that call takes another path, or if a later one may. Returns notes."""

@@ -45,7 +45,7 @@ def _calls_of(old: FunctionType, pairs: Replacements) -> contextlib.AbstractCont
 
 
 def is_operator(function: Any) -> bool:
-    """One of the module operator's, which stands for ``+``, ``[]``, ``+=``, ... in a forward."""
+    """Returns one of the module operator's, which stands for ``+``, ``[]``, ``+=``, ... in a forward."""
     return getattr(function, "__module__", None) == "_operator"
 
 
@@ -53,7 +53,7 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def _is_mirrored(operator: Any, func: Any) -> bool:
-    """Whether torch was asked for ``number - tensor``, and so got the tensor first."""
+    """Returns whether torch was asked for ``number - tensor``, and so got the tensor first."""
     name = func.__name__
     reflected = name.startswith("__r") and name != "__rshift__"
     return reflected or name.startswith("bitwise_") or _MIRRORED.get(operator.__name__) == name
@@ -81,7 +81,7 @@ class _TorchFunctions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def replaced(pairs: Replacements) -> Iterator[None]:
-    """While it lasts, calls of the keys go to the values. Python functions have their code exchanged: see cpython.py."""
+    """Context manager that redirects calls of the keys to the values. The ``__code__`` of Python functions is swapped: see cpython.py."""
     with contextlib.ExitStack() as stack:
         python = [old for old in pairs if isinstance(old, FunctionType)]
         for old in python:
@@ -93,7 +93,7 @@ def replaced(pairs: Replacements) -> Iterator[None]:
 
 
 def is_torch_function(function: Any) -> bool:
-    """A function of torch's, which has an operator of its own name and may itself be unit-scaled."""
+    """Returns a function of torch's, which has an operator of its own name and may itself be unit-scaled."""
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return True
     module = getattr(function, "__module__", None) or ""

@@ -16,8 +16,7 @@ from .torch_patches import INSIDE, patched
 
 
 def is_check() -> bool:
-    """Whether the truth of a tensor that the calling frame asks for only decides if it raises: one of the two ways does
-    nothing else."""
+    """Returns whether the caller branches on the tensor only to raise an exception in one of the branches."""
     found = running(past_modes(sys._getframe(1)))
     return found is not None and found[0].decides_a_raise(found[1])
 
@@ -41,8 +40,9 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
-    """What a tensor answers. Inputs of a capture require grad however they were given: the model's own code, which may
-    branch on it, hears of them as given. torch's code does not: its fused paths for inference have no gradients."""
+    """Makes the replacement of ``Tensor.requires_grad``. Inputs of a capture always require grad: the model's own code,
+    which may branch on it, gets the value of the given inputs. torch's code does not: its fused paths for inference
+    have no gradients."""
 
     def ask(self: Tensor) -> bool:
         known = torch._C.TensorBase.requires_grad.__get__(self)
@@ -63,7 +63,7 @@ def as_given(x: Any) -> Any:
 
 
 def _set_requires_grad(self: Tensor, value: bool) -> None:
-    # Inputs of a capture are no leaves and require grad: who asks them to gets what he wants.
+    # Inputs of a capture are no leaves and require grad already: setting it to True changes nothing.
     if not (value and torch._C.TensorBase.requires_grad.__get__(self)):
         torch._C.TensorBase.requires_grad.__set__(self, value)
 
@@ -82,8 +82,8 @@ def _tolist(self: Tensor) -> Any:
 
 @contextlib.contextmanager
 def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
-    """While it lasts, the model's own code that asks torch.is_grad_enabled() outside of its own torch.no_grad() hears `answer`, as
-    a capture always runs with gradients on. Yields the lines that ask."""
+    """Makes torch.is_grad_enabled() return `answer` to the model's own code outside of its own torch.no_grad(), as a
+    capture always runs with gradients on. Yields the lines that ask."""
     original, lines = torch.is_grad_enabled, []
 
     def is_grad_enabled() -> bool:
@@ -99,8 +99,8 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def watched_tensors(one_graph: bool) -> Iterator[None]:
-    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, as is an assignment to ``.data``, and hooks on tensors are refused.
-    `one_graph`: there is no other for inputs that require gradients where these do not, so who asks for that is guarded."""
+    """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
+    hooks on tensors. `one_graph`: no other graph exists for inputs whose ``requires_grad`` differs, so reads of it are guarded."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield

@@ -20,7 +20,7 @@ INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
 
 @contextlib.contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """While it lasts, a class or module has these attributes."""
+    """Context manager in which a class or module has these attributes."""
     before = {name: owner.__dict__.get(name) for name in attributes}  # None: inherited
     try:
         for name, value in attributes.items():
@@ -32,7 +32,7 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Of the CPU, and of the accelerator if there is one: whether autocast is on, and to which dtype."""
+    """Returns whether autocast is on, and to which dtype, on the CPU, and on the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
@@ -61,7 +61,7 @@ def module_stack(module: nn.Module) -> Iterator[None]:
 
 
 def higher_order_operators() -> ContextManager:
-    """While it lasts, ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
+    """Context manager in which ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
     other value that chooses a path; torch's other operators on functions are refused by name."""
     original = HigherOrderOperator.__call__
 
@@ -111,7 +111,7 @@ TOLD_NOTE = "transformers was told that a graph is being made: its data-dependen
 
 
 def library_folders() -> list[str]:
-    """The folders of such libraries that are imported."""
+    """Returns the folders of such libraries that are imported."""
     found = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
     return [os.path.dirname(file) + os.sep for file in found if file]
 
@@ -121,7 +121,7 @@ def has_libraries(module: nn.Module) -> bool:
 
 
 def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
-    """``torch.compiler.is_compiling()`` answers yes to such libraries alone, while `tell` answers true."""
+    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, while `tell` returns true."""
     original = torch.compiler.is_compiling
 
     def is_compiling() -> bool:

@@ -102,7 +102,7 @@ def linear(
 def linear_readout(
     input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, constraint: Constraint = None
 ) -> Tensor:
-    """The linear layer that makes a network's output: its scale is 1 / sqrt(fan-in), small at every width."""
+    """Applies the linear layer that makes a network's output: its scale is 1 / sqrt(fan-in), small at every width."""
     power = (1.0, 0.5, 0.5)
     tied = _tie(constraint, 2, lambda: ops.linear_scales(input, weight, scale_power=power))
     return ops.linear_readout(input, weight, bias, **tied)

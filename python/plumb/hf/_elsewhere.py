@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Iterator, NoReturn
 
 from .._capture.cpython import calls_go_to
@@ -29,7 +29,7 @@ _hook_is_there = False
 
 
 def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, str] | None:
-    """A sentence and its remedy."""
+    """Returns a sentence and its remedy."""
     text = isinstance(value, str)
     if isinstance(value, int) and value > _MOST_COUNTED and _COUNTS.search(key):
         return f"'{key}' is {str(value)[:20]}; {_MOST_COUNTED} is the most", ""
@@ -68,7 +68,7 @@ def refuse_names(path: str, values: Any) -> None:
 
 
 def _place_of(name: str, values: Any, place: str = "") -> str:
-    """The key of a config that has this text as its value, "backbone_config.model_name"; "" if none has."""
+    """Returns the key of a config that has this text as its value, "backbone_config.model_name"; "" if none has."""
     if isinstance(values, (dict, list)):
         parts = values.items() if isinstance(values, dict) else ((place, each) for each in values)
         found = (
@@ -127,6 +127,13 @@ class _Watch:
             self.refuse(f"code, '{code[0]}'", name)
         return original(*args, **kwargs)
 
+    def get_kernel(self, original: Any, args: tuple, kwargs: dict) -> Any:
+        """In the place of `kernels.get_kernel`, which runs code that it fetches, or has fetched before."""
+        if getattr(_local, "watch", None) is not self:
+            return original(*args, **kwargs)
+        name = str(args[0] if args else kwargs.get("repo_id"))
+        self.refuse(f"a kernel, '{name}', which lies elsewhere", name)
+
     def see(self, event: str, args: tuple) -> None:
         if event in _REACHES_OUT:
             self.refuse(f"something elsewhere ({event}{args[1:2] if event == 'socket.connect' else args[:1]})", "")
@@ -154,10 +161,16 @@ def only_folder(folder: str, values: Any) -> Iterator[None]:
     """While it lasts this thread finds files of a model in the folder alone, opens no connection, and runs no code but that of
     installed packages. Raises plumb.Error(BadFile), also if a library passed over the refusal."""
     global _hook_is_there
+    from transformers.integrations import hub_kernels  # noqa: F401, it imports the package kernels where there is one
     from transformers.utils import hub
 
     watch = _Watch(folder, values)
-    with _one_at_a_time, calls_go_to(hub.cached_files, watch.find):
+    with contextlib.ExitStack() as while_it_lasts:
+        while_it_lasts.enter_context(_one_at_a_time)
+        while_it_lasts.enter_context(calls_go_to(hub.cached_files, watch.find))
+        get_kernel = getattr(sys.modules.get("kernels"), "get_kernel", None)
+        if isinstance(get_kernel, FunctionType):
+            while_it_lasts.enter_context(calls_go_to(get_kernel, watch.get_kernel))
         if not _hook_is_there:  # Python cannot take such a hook away again
             sys.addaudithook(_hook)
             _hook_is_there = True

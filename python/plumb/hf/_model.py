@@ -35,7 +35,7 @@ _patch_lock = threading.Lock()
 
 
 def transformers() -> Any:
-    """The package. Raises `plumb.Error` where there is none, or an older one than is known."""
+    """Returns the package. Raises `plumb.Error` where there is none, or an older one than is known."""
     try:
         import transformers as package
     except ImportError as error:
@@ -70,7 +70,7 @@ def read_values(folder: str) -> Any:
 
 
 def read_config(folder: str) -> Any:
-    """The config of a local folder."""
+    """Returns the config of a local folder."""
     path, package = os.path.join(folder, "config.json"), transformers()
     remedy = "a model that transformers itself has; code that lies in folders is never run"
     with _told(f"{path}: transformers {package.__version__} cannot read it", ErrorKind.BadFile, remedy):
@@ -143,8 +143,8 @@ def _quiet() -> Iterator[None]:
 
 
 def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = None) -> nn.Module:
-    """The config's model. Without a `seed` its parameters are on the meta device; with one they are fresh, as the class
-    makes them from that seed. Buffers have their values."""
+    """Returns the config's model. Without a `seed` its parameters are on the meta device; with one they are fresh, as
+    the class makes them from that seed. Buffers have their values."""
     cls = model_class(config)
     config = copy.deepcopy(config)
     for part in {id(p): p for p in (config, config.get_text_config())}.values():
@@ -215,7 +215,7 @@ class _SaysCpu(TorchFunctionMode):
 
 
 def _of_lists(index: Any) -> Any:
-    """An index whose lists are tensors with values; torch would make them on the meta device, without."""
+    """Returns an index whose lists are tensors with values; torch would make them on the meta device, without."""
     if isinstance(index, tuple):
         return tuple(map(_of_lists, index))
     return torch.tensor(index).to("meta") if isinstance(index, list) and index and type(index[0]) is int else index
@@ -268,8 +268,8 @@ def _nothing_remembered() -> Iterator[None]:
 
 
 def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], bool] | None) -> GraphModule:
-    """The forward of a model without weights as a graph for the CPU. Its parameters are on the meta device, and so are
-    buffers that are `stored` with them; other buffers have the model's values."""
+    """Returns the forward of a model without weights as a graph for the CPU. Its parameters are on the meta device, and
+    so are buffers that are `stored` with them; other buffers have the model's values."""
     on_meta = copy.deepcopy(model).to("meta")
     inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), inputs)
     alone = list(inputs) == [model.main_input_name]  # by position, where raw tokens and `plumb run --input` find it

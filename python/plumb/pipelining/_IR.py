@@ -118,7 +118,7 @@ class Pipe(nn.Module):
         return [self.split_gm.get_submodule(call.target) for call in stage_calls(self.split_gm.graph)]
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """A stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
+        """Returns a stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
         if not 0 <= stage_idx < self.num_stages:
             raise InvalidValue(f"Invalid stage index {stage_idx}: stages count from 0 to {self.num_stages - 1}")
         return self._stages()[stage_idx]
@@ -126,7 +126,7 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: Any = None, *, recompute: str = "cheap"
     ) -> _PipelineStageBase:
-        """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
+        """Returns the stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
         `PipelineStage`. Raises `plumb.Error` for a graph made by hand whose stages are no chain."""
         check_chain(self.split_gm.graph)
         module = self.get_stage_module(stage_index).to(device)
@@ -135,7 +135,7 @@ class Pipe(nn.Module):
         return PipelineStage(module, stage_index, self.num_stages, device, group=group, recompute=recompute)
 
     def info(self) -> PipeInfo:
-        """The description of the pipe that every rank needs. It keeps none of the stages alive."""
+        """Returns the description of the pipe that every rank needs. It keeps none of the stages alive."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.split_gm.graph, {}))
         return PipeInfo(graph, self.num_stages, self.has_loss_and_backward)
@@ -251,7 +251,7 @@ class CutPipe(Pipe):
                 self._devices[s] = stage.device
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list:
-        """A call's inputs as ``split_gm``'s graph takes them; None for what is no tensor."""
+        """Returns a call's inputs as ``split_gm``'s graph takes them; None for what is no tensor."""
         self._sync()
         return self._source.flatten(args, kwargs)
 
@@ -292,7 +292,7 @@ class CutPipe(Pipe):
         return others[sizes], source
 
     def _variant(self) -> Any:
-        """The variant that all stages are to run."""
+        """Returns the variant that all stages are to run."""
         stages, variants = self._stages(), self._variants
         facts = [(stage.training if variants.depends_on_mode else self.training, stage.dtypes()) for stage in stages]
         if any(f != facts[0] for f in facts):
@@ -304,7 +304,7 @@ class CutPipe(Pipe):
         return variants.current(*facts[0])
 
     def unflatten(self, outputs: tuple) -> Any:
-        """A call's flat outputs in the structure that the model returns."""
+        """Returns a call's flat outputs in the structure that the model returns."""
         return unflatten(outputs, self._source.module._out_spec)
 
     # --- stages ---
@@ -328,7 +328,7 @@ class CutPipe(Pipe):
         return replace(super().info(), **told)
 
     def serialize_stage(self, stage_index: int) -> bytes:
-        """A stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
+        """Returns a stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
         self.get_stage_module(stage_index)
         self._sync()
         return self._engine.serialize_stage(stage_index)
@@ -352,9 +352,9 @@ class CutPipe(Pipe):
         self._sync()
 
     def merge_state_dict(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
-        """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
-        their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first;
-        over several ranks ``schedule.gather_stage_states()`` returns it.
+        """Returns the whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors
+        that share their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks,
+        loaded first; over several ranks ``schedule.gather_stage_states()`` returns it.
 
         Raises `plumb.Error` naming a replicated parameter whose copies differ, or the stages that run on other ranks if
         no states are given.
@@ -373,7 +373,7 @@ class CutPipe(Pipe):
         return merged
 
     def merge(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> GraphModule:
-        """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
+        """Returns the undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
         self._merged(stage_states)
         engine = self._engine.merge()
         self._share_copies()
@@ -400,7 +400,7 @@ class CutPipe(Pipe):
         return Report([json.loads(self._engine.table.wire_report())])
 
     def cost_report(self) -> str:
-        """A table of what every stage costs, estimated from shapes: time, messages, memory."""
+        """Returns a table of what every stage costs, estimated from shapes: time, messages, memory."""
         return self._engine.cost_report()
 
     # --- copies: the undivided model, where it was cut, and every stage's tensors ---
@@ -434,7 +434,7 @@ def _cut(
 def _rebuild(
     source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, variants: Any
 ) -> CutPipe:
-    """A pipe's copy: cut again at the same places, with the stages' own tensors."""
+    """Returns a pipe's copy: cut again at the same places, with the stages' own tensors."""
     engine = _C.cut(source.engine, **arguments)
     for s, (state, device) in enumerate(zip(stages, devices)):
         _put_stage(engine, s, state, device)

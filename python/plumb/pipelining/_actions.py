@@ -81,7 +81,7 @@ def _table(schedule: _C.Schedule) -> Table:
 
 
 def _schedule(actions: Table, ranks: list[int] | None = None, num_microbatches: int = 0, name: str = "") -> _C.Schedule:
-    """The engine's table. Without `ranks` (by stage) the stages are where the table runs them."""
+    """Returns the engine's table. Without `ranks` (by stage) the stages are where the table runs them."""
     rows = [actions[rank] for rank in sorted(actions)]
     for rank, row in enumerate(rows):
         for step, action in enumerate(row):

@@ -26,7 +26,7 @@ def map_debug_info(values: Any) -> Any:
 
 
 def _get_grad_fn_or_grad_acc(t: torch.Tensor) -> Node | None:
-    """The node of autograd's graph that a gradient of `t` goes to; None if it has none."""
+    """Returns the node of autograd's graph that a gradient of `t` goes to; None if it has none."""
     return get_gradient_edge(t).node if t.requires_grad else None
 
 
@@ -172,8 +172,8 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterator[torch.nn.Parameter], param_groups: Sequence[MutableMapping[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """The weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward would have;
-    returns the ``.grad`` of `weights` in order."""
+    """Runs the weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward
+    would have; returns the ``.grad`` of `weights` in order."""
     weights = list(weights)
     for group in param_groups:
         if isinstance(group, _WeightHalf) and not group.replaced:
@@ -277,7 +277,7 @@ def _whole_backward(stage_output, output_grads, inputs: list) -> tuple[torch.Ten
 
 
 def _null_coalesce_accumulate(lhs, rhs):
-    """The sum of two values, of which each may be None."""
+    """Returns the sum of two values, of which each may be None."""
     if lhs is None:
         return rhs
     return lhs if rhs is None else torch.add(lhs, rhs)

@@ -27,7 +27,7 @@ def detached(value: Any) -> Any:
 
 
 def flat_output(output: Any) -> list[torch.Tensor | None]:
-    """The tensors that a stage returned, in order."""
+    """Returns the tensors that a stage returned, in order."""
     return [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
 
 
@@ -47,8 +47,8 @@ def check_alike(where: str, expected: list, actual: list) -> None:
 
 
 def pack(output) -> list[torch.Tensor | None]:
-    """A stage's output as flat tensors. Unless it is a tensor or a tuple or list of them, None and the structure (as
-    text in a tensor) come first."""
+    """Returns a stage's output as flat tensors. Unless it is a tensor or a tuple or list of them, None and the
+    structure (as text in a tensor) come first."""
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, (tuple, list)) and all(isinstance(v, torch.Tensor) for v in output):
@@ -64,7 +64,7 @@ def pack(output) -> list[torch.Tensor | None]:
 
 
 def unpack(values: list[torch.Tensor | None]) -> tuple:
-    """The positional arguments that `pack` made flat."""
+    """Returns the positional arguments that `pack` made flat."""
     if not values or values[0] is not None:
         return tuple(values)
     try:
@@ -78,7 +78,7 @@ def unpack(values: list[torch.Tensor | None]) -> tuple:
 
 
 def accepted(module, kwargs: dict[str, Any]) -> set[str]:
-    """The names among `kwargs` that a module's forward takes."""
+    """Returns the names among `kwargs` that a module's forward takes."""
     try:
         parameters = inspect.signature(module.forward if isinstance(module, torch.nn.Module) else module).parameters
     except (TypeError, ValueError):
@@ -188,7 +188,7 @@ class ChunkSteps:
 
     # --- what the engine calls ---
     def graph_alone(self) -> Any:
-        """The `_C.GraphStage` that is this stage's whole forward now; None if Python has a part in it."""
+        """Returns the `_C.GraphStage` that is this stage's whole forward now; None if Python has a part in it."""
         return None
 
     def _run_function(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
@@ -286,7 +286,7 @@ class ChunkSteps:
             )
 
     def get_local_bwd_output(self, mb_index: int) -> tuple:
-        """The gradients of a microbatch's inputs that the stage before, on this rank, made."""
+        """Returns the gradients of a microbatch's inputs that the stage before, on this rank, made."""
         if not self.has_backward:
             raise InvalidSchedule(f"{self.log_prefix} there are no gradients in a step without a backward")
         self._check_chunk_id(mb_index)

@@ -101,7 +101,7 @@ def _forward_with_marks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def unmarked_forward(module: nn.Module) -> Any:
-    """The forward that a module had before it was marked; the module itself if it is not."""
+    """Returns the forward that a module had before it was marked; the module itself if it is not."""
     points = module.__dict__.get("_plumb_split_points")
     return module if points is None else points.forward
 

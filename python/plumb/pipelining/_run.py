@@ -352,7 +352,7 @@ class Run:
 
 
 def rows_of(microbatches: list) -> list[int]:
-    """How many rows each microbatch has, which is how much its loss counts; empty if they are alike."""
+    """Returns how many rows each microbatch has, which is how much its loss counts; empty if they are alike."""
     rows = []
     for microbatch in microbatches:
         sizes = [v.shape[0] for v in pytree.tree_leaves(microbatch) if isinstance(v, torch.Tensor) and v.dim() > 0]

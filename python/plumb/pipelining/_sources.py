@@ -83,12 +83,12 @@ class Source:
         return tuple(given[n] for n in names[:num_args]), {n: given[n] for n in keywords}
 
     def inputs(self, flat: list) -> tuple[tuple, dict]:
-        """The arguments of a call with these flat inputs."""
+        """Returns the arguments of a call with these flat inputs."""
         leaves = [value if known is None else known for value, known in zip(flat, self.module._plain_inputs)]
         return pytree.tree_unflatten(leaves, self.module._in_spec)
 
     def modes(self) -> tuple[bool, ...] | None:
-        """The training modes of a live module's parts; None if there is none."""
+        """Returns the training modes of a live module's parts; None if there is none."""
         model = self.model()
         return None if model is None else tuple([sub.training for sub in model.modules()])
 
@@ -188,7 +188,7 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
-    """A captured module, or one from a file, whose graph takes and checks every input itself."""
+    """Returns a captured module, or one from a file, whose graph takes and checks every input itself."""
     sync_state(module._engine, module._slots)
     program = module._program
     parameters = list(program.argument_names) if program is not None else []
@@ -221,7 +221,7 @@ def from_exported(program: torch.export.ExportedProgram, args: tuple, kwargs: di
 
 
 def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -> tuple[Source, Any]:
-    """The source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
+    """Returns the source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
     if isinstance(args, Mapping) or args is None:
         raise InvalidType(
             f"mb_args is a {type(args).__name__}, not a tuple of inputs by position: mb_args=(), and names in mb_kwargs"

@@ -37,7 +37,7 @@ MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of t
 
 
 def sizes_of(values: Any) -> Sizes:
-    """The sizes of the model's inputs, as values that a stage called by hand returned carry them."""
+    """Returns the sizes of the model's inputs, as values that a stage called by hand returned carry them."""
     known: Sizes = {}
     for value in values:
         known.update(getattr(value, MARK, {}))
@@ -121,7 +121,7 @@ class StageModule(GraphModule):
 
     # --- the model that it is a part of, for other modes, dtypes, ... ---
     def variant(self) -> Variant | None:
-        """The variant of the model that it runs now; None if it holds one graph alone."""
+        """Returns the variant of the model that it runs now; None if it holds one graph alone."""
         variants = self._cut[1]
         return None if variants is None else variants.current(self.training, self.dtypes())
 
@@ -165,8 +165,8 @@ class StageModule(GraphModule):
         return self._run(args)
 
     def graph_alone(self) -> Any:
-        """The `_C.GraphStage` that a call runs now. None if Python has a part in the call: hooks, a compiled or another forward, custom
-        autograd functions."""
+        """Returns the `_C.GraphStage` that a call runs now. None if Python has a part in the call: hooks, a compiled or
+        another forward, custom autograd functions."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         if self._calls_python or any(hooks) or nn.modules.module._has_any_global_hook():
             return None
@@ -282,8 +282,8 @@ def share_copies(stages: list[StageModule], replicated: list[dict[int, str]]) ->
 
 
 def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
-    """A stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from anywhere:
-    damaged ones raise `plumb.Error`."""
+    """Returns a stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from
+    anywhere: damaged ones raise `plumb.Error`."""
     parts = _C.deserialize_stage(data)
     table = parts["table"]
     names = [(name, 0) for name in parts["input_names"]]

@@ -57,8 +57,8 @@ def _as_if_called(autocast: tuple) -> Iterator[None]:
 
 
 def _make_specializer(engine: Any, source: Source, arguments: dict, facts: Facts, ready: bool) -> Any:
-    """The engine's `StageSpecializer`: the model is captured for other flat inputs and cut at the same places. `ready`: the first request
-    is for the sizes of `source`, and takes `engine`."""
+    """Returns the engine's `StageSpecializer`: the model is captured for other flat inputs and cut at the same places.
+    `ready`: the first request is for the sizes of `source`, and takes `engine`."""
     if not any(isinstance(x, Tensor) for x in source.example):
         return None
     waiting = [engine] if ready else []
@@ -82,8 +82,8 @@ def _make_specializer(engine: Any, source: Source, arguments: dict, facts: Facts
 
 
 class _Begin(NamedTuple):
-    """Where a stage begins, in words that hold for other captures of the model, too: directly before the first of its calls that there is,
-    or at one of the casts before it."""
+    """The place where a stage begins, in words that hold for other captures of the model, too: directly before the
+    first of its calls that there is, or at one of the casts before it."""
 
     calls: list[tuple]  # keys of `_Calls`
     before: int  # casts between the beginning of the stage and its first call
@@ -112,7 +112,7 @@ class _Calls:
         return i - begin
 
     def begins(self, engine: Any) -> list[_Begin]:
-        """Where the stages of this graph's cut begin, but the first one."""
+        """Returns the places where the stages of this graph's cut begin, except the first one."""
         by_name = {node.name: i for i, node in enumerate(self.nodes)}
         ends = [max([by_name.get(node.name, -1) for node in engine.stage(s).graph.nodes]) + 1 for s in range(engine.num_stages)]
         keys, found = list(self.places), []
@@ -122,7 +122,7 @@ class _Calls:
         return found
 
     def value_at(self, begin: _Begin) -> str | None:
-        """The name of the value before which a stage begins; None if the graph has none of its calls."""
+        """Returns the name of the value before which a stage begins; None if the graph has none of its calls."""
         key = next((key for key in begin.calls if key in self.places), None)
         if key is None:
             return None
@@ -173,9 +173,9 @@ class Variants:
         return Facts(enabled_autocast() or self.base.facts.autocast, modes, tuple(sorted(dtypes.items(), key=str)))
 
     def current(self, training: bool, dtypes: Dtypes) -> Variant:
-        """The variant for what holds now. `training`: the mode of the stages. Autocast is that of the cut where none is on. Modules have the modes that the model gives them, unless the
-        stages were set to another mode than they were cut in: that is all modules' then. Raises `plumb.Error` if the model cannot be
-        captured or cut so."""
+        """Returns the variant for what holds now. `training`: the mode of the stages. Autocast is that of the cut where
+        none is on. Modules have the modes that the model gives them, unless the stages were set to another mode than
+        they were cut in: that is all modules' then. Raises `plumb.Error` if the model cannot be captured or cut so."""
         facts = self._facts(training, dtypes)
         first = self._known[0]
         if first.facts == facts and first.holds():
@@ -224,13 +224,13 @@ class Variants:
         return {**self._arguments, "before_ops": [], "before_values": names}
 
     def cut_again(self, variant: Variant, args: tuple, kwargs: dict) -> Any:
-        """A cut of a variant for other inputs; None if the model is gone."""
+        """Returns a cut of a variant for other inputs; None if the model is gone."""
         with _as_if_called(variant.facts.autocast):
             other = variant.source.again(args, kwargs)
         return other and _C.cut(other.engine, **variant.arguments)
 
     def cut(self, source: Source, facts: Facts, arguments: dict) -> Any:
-        """A cut of this capture with the flow of the first one."""
+        """Returns a cut of this capture with the flow of the first one."""
         engine, base = _C.cut(source.engine, **arguments), self.base
         if _flow(engine.table) != _flow(base.engine.table) or source.module._out_spec != base.source.module._out_spec:
             raise Error(

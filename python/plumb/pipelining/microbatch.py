@@ -92,7 +92,7 @@ def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
 
 
 def _distributed_like(first, local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """A DTensor of this length along `dim`, of which this rank holds `local`."""
+    """Returns a DTensor of this length along `dim`, of which this rank holds `local`."""
     shape = list(first.shape)
     shape[dim] = length
     how = {"run_check": False, "shape": torch.Size(shape), "stride": first.stride()}
@@ -137,7 +137,7 @@ def _split_block_mask(block_mask, num_chunks: int) -> list:
 
 
 def _length(value, spec) -> int | None:
-    """How many rows there are to cut; None for what goes to every microbatch whole."""
+    """Returns how many rows there are to cut; None for what goes to every microbatch whole."""
     if _is_replicated(spec):
         return None
     if not isinstance(spec, TensorChunkSpec) or not (isinstance(value, torch.Tensor) or _is_block_mask(value)):
@@ -164,7 +164,7 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
 ) -> tuple[list[tuple], list[dict]]:
-    """The arguments of every microbatch.
+    """Returns the arguments of every microbatch.
 
     Specs have the structure of the arguments: a `TensorChunkSpec`, or `_Replicate` for what every microbatch gets
     whole. Without specs tensors are cut along dimension 0 and everything else is replicated. Where the batch does not
@@ -206,7 +206,7 @@ def _concatenate(values: list, dim: int):
 
 
 def merge_chunks(chunks: list[Any], chunk_spec) -> Any:
-    """The microbatches' values as one.
+    """Returns the microbatches' values as one.
 
     `chunk_spec` has their structure: `TensorChunkSpec` concatenates (numbers are stacked), `_CustomReducer` reduces,
     anything else stands for values that are equal in all microbatches. None: tensors are concatenated along dimension

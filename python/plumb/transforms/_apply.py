@@ -114,7 +114,7 @@ def _name_values(captured: CapturedGraph, found: list) -> None:
 
 
 def _holding(variants: list[CapturedGraph]) -> CapturedGraph | None:
-    """The graph for which everything is as it was read, now the first one; None if there is none."""
+    """Returns the graph for which everything is as it was read, now the first one; None if there is none."""
     for place, captured in enumerate(variants):
         if captured.guards.hold():
             if place:
@@ -207,7 +207,7 @@ class TransformedForward:
         return captured
 
     def _originals(self) -> dict[int, str]:
-        """Names of the tensors of the model that this one is a copy of, while it is there."""
+        """Returns names of the tensors of the model that this one is a copy of, while it is there."""
         model = self.copied_from and self.copied_from()
         return {} if model is None else {id(t): n for n, t in itertools.chain(model.named_parameters(), model.named_buffers())}
 
@@ -228,7 +228,7 @@ class TransformedForward:
         return key
 
     def prepare(self, args: tuple, kwargs: dict) -> tuple[CapturedGraph, Any]:
-        """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
+        """Returns the graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
         leaves, spec = self._leaves(args, kwargs)
         with self._lock:
             key = self._key(leaves, spec)
@@ -254,7 +254,7 @@ class TransformedForward:
             return captured, leaves
 
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
-        """The graph for inputs like these, if there is one."""
+        """Returns the graph for inputs like these, if there is one."""
         with self._lock:
             return _holding(self._cache.get(self._key(*self._leaves(args, kwargs)), []))
 
@@ -370,8 +370,8 @@ _COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attrib
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A deep copy, of modules too that keep what torch does not copy: results of their last forward (features of a hook,
-    pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
+    """Returns a deep copy, of modules too that keep what torch does not copy: results of their last forward (features
+    of a hook, pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
     memo: dict[int, Any] = {}
     for path, sub in module.named_modules():
         for key, kept in sub.__dict__.items():
@@ -403,7 +403,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _extra_repr(module: nn.Module) -> str:
-    """The ``extra_repr`` of a transformed module: the module's own, then its transforms."""
+    """Returns the ``extra_repr`` of a transformed module: the module's own, then its transforms."""
     forward = forward_of(module)
     own = type(module).extra_repr(module)
     if forward is None:
@@ -447,8 +447,8 @@ def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> N
 
 
 def apply_pass(module: Module, new: Pass) -> Module:
-    """A deep copy of `module` whose forward applies `new` after the transforms it has already (or before those that must
-    follow it)."""
+    """Returns a deep copy of `module` whose forward applies `new` after the transforms it has already (or before those
+    that must follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
     _refuse_compiled(module)

@@ -22,7 +22,7 @@ _SHOWN = 5  # of the factors that an error names
 
 
 def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
-    """The plain module that computes what a unit-scaled one does: its factors are in the weights.
+    """Returns the plain module that computes what a unit-scaled one does: its factors are in the weights.
 
     The result is a copy of the module that :func:`unit_scale` was given, without any transform, whose parameters and
     buffers are the trained ones divided by factors. Its state dict loads into the original model.

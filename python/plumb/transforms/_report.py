@@ -20,7 +20,7 @@ folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDict
 
 
 def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, str]], *how: Any) -> GraphModule:
-    """The graph that `rewrite` of the engine makes of this one, and keeps its report."""
+    """Returns the graph that `rewrite` of the engine makes of this one, and keeps its report."""
     sync_state(module._engine, module._slots)
     engine, text = rewrite(module._engine, *how)
     made = module.on(engine)

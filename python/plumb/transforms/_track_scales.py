@@ -174,7 +174,7 @@ def _table(graph: fx.Graph) -> str:
 
 
 def _module_stack(path: str, modules: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """A module and those around it, outermost first, as torch.export notes them."""
+    """Returns a module and those around it, outermost first, as torch.export notes them."""
     parts = path.split(".") if path else []
     paths = [".".join(parts[:n]) for n in range(len(parts) + 1)]
     return {p: (p, modules[p]) for p in paths if p in modules}
@@ -251,7 +251,7 @@ class TrackedModule(nn.Module):
 
 
 def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule:
-    """A copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
+    """Returns a copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
 
     ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
     (:class:`Metrics`); before the first call it is empty. Nodes are named after the variables of the module's forward, and
@@ -326,7 +326,7 @@ class _Instead(list):
 
 
 def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
-    """An argument with other nodes: several where one stood become neighbors, of none None is left."""
+    """Returns an argument with other nodes: several where one stood become neighbors, of none None is left."""
     if isinstance(value, fx.Node):
         return next(instead)
     if isinstance(value, (tuple, list)):
@@ -343,7 +343,7 @@ def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
 
 
 def _pruned(graph: fx.Graph, how: str, said: str, selected: Collection[fx.Node] = (), rtol: float = 0.0) -> fx.Graph:
-    """A copy without what the engine takes out; `said` is logged of each node that goes."""
+    """Returns a copy without what the engine takes out; `said` is logged of each node that goes."""
     if not rtol >= 0:
         raise Error(f"rtol is {rtol}, not a number from 0 on", kind=ErrorKind.InvalidArgument)
     nodes = list(graph.nodes)
@@ -396,8 +396,8 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
 
 
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
-    """A copy without nodes whose one float input has the same scale (mean absolute value, forward and backward) within
-    `rtol`. Nodes that were not measured stay."""
+    """Returns a copy without nodes whose one float input has the same scale (mean absolute value, forward and backward)
+    within `rtol`. Nodes that were not measured stay."""
     _check_graph(graph)
     if all("metrics" not in node.meta for node in graph.nodes):
         return _pruned(graph, "selected", "")
@@ -410,7 +410,7 @@ for _function_of_torch, _scaled in functional.torch_map.items():
 
 
 def _module_classes(node: fx.Node) -> list[Any]:
-    """The modules in whose calls the node was made: classes, or their names as torch.export writes them."""
+    """Returns the modules in whose calls the node was made: classes, or their names as torch.export writes them."""
     if not node.op.startswith("call"):  # torch.export notes a module for inputs
         return []
     classes = [of[1] for of in node.meta.get("nn_module_stack", {}).values()]

@@ -231,7 +231,7 @@ def unit_scale(
     residual_attn_ratio: float = 1.0,
     preserve: bool = False,
 ) -> Module:
-    """A unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
+    """Returns a unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
 
     Operators are replaced by their unit-scaled equivalents, residual adds become weighted ones (`tau_attention` for
     branches with attention, else `tau_mlp`; or with `depth_rule` u-muP's taus for `residual_mult` and
@@ -292,6 +292,6 @@ class _UnitScalingBackend(PassBackend):
 
 
 def unit_scaling_backend(replacement_map: Mapping[Any, Any] = {}) -> Backend:  # noqa: B006 (never written)
-    """The graph's part of `unit_scale` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for
+    """Returns the graph's part of `unit_scale` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for
     ``torch.compile(backend=...)``: weights and biases keep their values. The map is `unit_scale`'s `replace`."""
     return _UnitScalingBackend(replacement_map)

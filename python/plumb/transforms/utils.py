@@ -80,7 +80,7 @@ class BackendPass:
 def apply_transform(
     module: Module, backend: Backend, non_recurse_functions: List[Callable[..., Any]] = []  # noqa: B006
 ) -> Module:
-    """A copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
+    """Returns a copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
 
     backend: takes a :class:`torch.fx.GraphModule` on ``torch.ops`` (``torch.ops.aten.gelu.default``, not
         ``torch.nn.functional.gelu``) and the tensors of its first inputs (the module's parameters and buffers; the inputs

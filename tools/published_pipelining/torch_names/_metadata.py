@@ -22,7 +22,7 @@ class _TensorMeta:
         return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> torch.Tensor:
-        """A tensor like that with arbitrary values."""
+        """Returns a tensor like that with arbitrary values."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return tensor.requires_grad_(self.requires_grad) if tensor.is_floating_point() else tensor
 
@@ -45,7 +45,7 @@ def extract_tensor_meta(tensor: torch.Tensor) -> _TensorMeta:
 def extract_tensor_metas(
     tensors: Iterable[torch.Tensor | None] | None, *, allow_none: bool = False
 ) -> tuple[_TensorMeta | None, ...] | None:
-    """One for every tensor; None for what is none, where that is allowed."""
+    """Returns one for every tensor; None for what is none, where that is allowed."""
     if tensors is None:
         return None
     metas = tuple(extract_tensor_meta(t) if isinstance(t, torch.Tensor) else None for t in tensors)
@@ -55,7 +55,7 @@ def extract_tensor_metas(
 
 
 def validate_and_normalize_to_tuple(args, allow_none: bool = False) -> tuple[torch.Tensor | None, ...] | None:
-    """A tensor, or a list or tuple of them, as a tuple. Raises `PipeliningMetadataError` for anything else."""
+    """Returns a tensor, or a list or tuple of them, as a tuple. Raises `PipeliningMetadataError` for anything else."""
     if args is None:
         return None
     values = (args,) if isinstance(args, torch.Tensor) else args
@@ -83,7 +83,7 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """How `actual` differs from what was expected; raises `PipeliningMetadataError` or warns if asked to."""
+    """Returns how `actual` differs from what was expected; raises `PipeliningMetadataError` or warns if asked to."""
     found = extract_tensor_meta(actual) if isinstance(actual, torch.Tensor) else actual
     return _report(desc, expected.get_diff(found), raise_on_mismatch, warn_on_mismatch)
 

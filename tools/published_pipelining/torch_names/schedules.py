@@ -18,7 +18,7 @@ def _ranks(stage_to_rank, num_stages: int) -> list[int]:
 
 
 def _format_pipeline_order(pipeline_order: Table, error_step_number: int | None = None) -> str:
-    """A table as text, a line a step and a column a rank; one step may be marked as where an error happened."""
+    """Returns a table as text, a line a step and a column a rank; one step may be marked as where an error happened."""
     steps = max((len(row) for row in pipeline_order.values()), default=0)
     digits = len(str(steps - 1))
     cells = [
@@ -87,7 +87,7 @@ class _NotProgressing(InvalidSchedule, ValueError):
 
 
 def _simulate_comms_compute(pipeline_order: Table, stage_to_rank, num_stages: int) -> Table:
-    """A table with messages played in rounds, an entry a rank and round; None where a rank waits."""
+    """Returns a table with messages played in rounds, an entry a rank and round; None where a rank waits."""
     try:
         played = _schedule(pipeline_order, _ranks(stage_to_rank, num_stages)).simulate_send_recv()
     except _C.Error as error:
