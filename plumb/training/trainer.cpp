@@ -78,8 +78,8 @@ struct Trainer::State {
   void run_steps();
   void finish(int64_t stopped_by);
 
-  void event(const Json& what) const {
-    if (hooks.event) hooks.event(what);
+  void emit(const TrainEvent& event) const {
+    if (hooks.event) hooks.event(event);
   }
   bool is_first() const { return world.rank() == 0; }
   // None: the run begins.
@@ -289,7 +289,7 @@ void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& 
     if (!o.dump.empty()) {
       try {
         dump_step(o, job, parts, step, found, what);
-        event({{"dumped", o.dump}, {"not_finite", where}});
+        emit(event::Dumped{o.dump, where});
         remedy += "; the step is in " + o.dump;
       } catch (const Error& e) {
         remedy += "; the step could not be kept: " + std::string(e.message());
@@ -307,12 +307,8 @@ void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& 
 void Trainer::State::tell_step(int64_t step, const Numbers& numbers, const Parts& parts, double share) {
   if (!is_first()) return;
   const double now = seconds();
-  Json event_of_step = {
-      {"step", step},         {"steps", o.steps}, {"loss", numbers.loss},     {"lr", o.lr * share},
-      {"norm", numbers.norm}, {"rows", job.rows}, {"tokens", parts.tokens()}, {"memory", numbers.memory},
-      {"seconds", now}};
-  if (parts.tokens() == 0) event_of_step.erase("tokens");
-  event(event_of_step);
+  const std::optional<int64_t> tokens = parts.tokens() > 0 ? std::optional(parts.tokens()) : std::nullopt;
+  emit(event::Stepped{step, o.steps, numbers.loss, o.lr * share, numbers.norm, job.rows, tokens, numbers.memory, now});
   const double each = now - told.seconds;
   told = {.step = step,
           .loss = numbers.loss,
@@ -329,11 +325,11 @@ void Trainer::State::evaluate(int64_t step, bool last) {
   if (now) {
     const Evaluation found = evaluator->run();
     result.eval_loss = found.loss;
-    if (is_first()) event({{"eval", step}, {"eval_loss", found.loss}, {"eval_targets", found.targets}});
+    if (is_first()) emit(event::Evaluated{step, found.loss, found.targets});
   }
   if (now) told.eval_loss = result.eval_loss;
   const std::string problem = log ? log->add(told, last) : "";
-  if (!problem.empty()) event({{"problem", problem}});
+  if (!problem.empty()) emit(event::LogProblem{problem});
 }
 
 void Trainer::State::finish(int64_t stopped_by) {
@@ -343,33 +339,30 @@ void Trainer::State::finish(int64_t stopped_by) {
   // Weights before pictures.
   if (!o.save_hf.empty()) {
     save_folder_weights(o, job, groups.pipeline);
-    if (first) event({{"saved", o.save_hf}});
+    if (first) emit(event::Saved{o.save_hf});
   }
   if (!o.save.empty() || o.file.empty()) {
     make_room_for_weights(job);
     gather_state(*job.pipe, job.schedule, groups.pipeline);
     if (!o.save.empty() && first) {
       save_trained(o, job);
-      event({{"saved", o.save}});
+      emit(event::Saved{o.save});
     } else if (o.file.empty()) {
       take_trained(job);
     }
   }
   if (!o.timeline.empty() && first && !timelines.empty()) {
     const MeasuredStep drawn = draw_timeline(o.timeline, job.schedule, timelines, static_cast<int>(last_timeline));
-    event({{"drew", o.timeline}, {"bubble", drawn.bubble}, {"conclusion", drawn.conclusion}});
+    emit(event::Drew{o.timeline, drawn.bubble, drawn.conclusion});
   }
 }
 
 void Trainer::State::tell_checkpoints() {
   if (!checkpoints || !is_first()) return;
   for (const CheckpointReport& report : checkpoints->take_reports()) {
-    if (!report.problem.empty()) event({{"checkpoint_problem", report.problem}});
+    if (!report.problem.empty()) emit(event::CheckpointProblem{report.problem});
     if (report.folder.empty()) continue;
-    event({{"checkpoint", report.step},
-           {"folder", report.folder},
-           {"copied", report.copied + report.waited},
-           {"written", report.written}});
+    emit(event::CheckpointWritten{report.step, report.folder, report.copied + report.waited, report.written});
   }
 }
 
@@ -378,7 +371,7 @@ void Trainer::State::fail_on_purpose(size_t done) {
   for (const Fault& fault : faults) {
     if (fault.step != current || fault.action > done || (done > 0 && fault.action <= done_before)) continue;
     if (session && !session->members.is_first_to(fault.text)) continue;
-    event({{"injected", fault.text}});
+    emit(event::FaultInjected{fault.text});
     fault.happen();
   }
 }
@@ -407,8 +400,7 @@ void Trainer::State::train_step(int64_t step) {
   clip_gradients(parameters, numbers.norm, o.clip);
   optimizer->step();
   if (step == start + 1 && o.recompute != "none" && in_first_pipeline()) {
-    for (const auto& [index, stage] : stages)
-      event({{"stage", index}, {"recompute", pipeline->recomputed(index).text()}});
+    for (const auto& [index, stage] : stages) emit(event::Recomputed{index, pipeline->recomputed(index).text()});
   }
   if (recorder) {
     const bool has_loss = owners.back() == groups.pipeline.rank();
@@ -430,7 +422,7 @@ void Trainer::State::run_steps() {
     evaluate(step, step == o.steps || stopped_by != 0);
     if (checkpoints) checkpoints->save(step, step == o.steps || stopped_by != 0);
     tell_checkpoints();
-    if (stopped_by != 0 && is_first()) event({{"interrupted", step}, {"steps", o.steps}, {"signal", stopped_by}});
+    if (stopped_by != 0 && is_first()) emit(event::Interrupted{step, o.steps, static_cast<int>(stopped_by)});
     if (!o.timeline.empty() && (stopped_by != 0 || step > o.steps - o.timeline_steps)) {
       timelines.push_back(pipeline->gather_timeline());
       last_timeline = step;
@@ -449,20 +441,20 @@ void Trainer::State::run_steps() {
 
 TrainResult Trainer::State::run() {
   if (o.dry_run) {
-    if (is_first()) event(to_json(measure_needs(o, job)));
+    if (is_first()) emit(measure_needs(o, job));
     return result;
   }
-  if (is_first() && edge) event({{"resumed", start}, {"folder", "copies in memory"}});
+  if (is_first() && edge) emit(event::Resumed{start, std::nullopt, "copies in memory"});
   if (is_first() && !edge) {
-    event({{"options", to_toml(o)}});
+    emit(event::Started{to_toml(o)});
     if (!o.options.empty() && o.options != "-" && !started_by_plumb()) write_file_atomically(o.options, to_toml(o));
-    for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
+    for (size_t g = 0; g < job.by_group.size(); ++g) emit(event::Group{o.groups[g], job.by_group[g]});
     if (job.tagged)
-      event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
-    for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
+      emit(event::OwnRates{"u-muP's, of each parameter's own, for the file's parameters are tagged"});
+    for (const std::string& problem : damaged) emit(event::CheckpointProblem{problem});
     // Without a checkpoint a run that lost more than its copies make up for begins anew.
     if (const auto after = goes_on_after())
-      event({{"resumed", *after}, {"steps", o.steps}, {"folder", *after > 0 ? o.checkpoints : "the first weights"}});
+      emit(event::Resumed{*after, o.steps, *after > 0 ? o.checkpoints : "the first weights"});
   }
   if (is_first()) log = std::make_unique<RunLog>(o, goes_on_after());
   begin = Clock::now();
