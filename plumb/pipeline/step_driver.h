@@ -14,15 +14,15 @@
 
 namespace plumb {
 
-struct PipelineState;
+class StageRunner;
 
 // Outside of a step, or for what is not there, every function raises Error(InvalidState) or Error(InvalidArgument). A
 // forward and a backward of one step may run at once, on two threads.
 class StepDriver {
  public:
-  // Of the step that a pipeline runs.
-  explicit StepDriver(PipelineState& step);
-  // Of one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
+  // Drives the step that a pipeline runs.
+  explicit StepDriver(StageRunner& runner);
+  // Drives one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
   StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFunction> function);
   StepDriver(StepDriver&&) noexcept;
   ~StepDriver();
@@ -46,8 +46,8 @@ class StepDriver {
   Tensors input_gradients(int stage, int microbatch, int to) const;
 
  private:
-  std::unique_ptr<PipelineState> own_;
-  PipelineState* state_;
+  std::unique_ptr<StageRunner> own_;  // of a stage by hand; null: a pipeline's
+  StageRunner* runner_;
 };
 
 // A function in the place of an action: Forward, FullBackward, BackwardInput, BackwardWeight; Overlap, of which the
