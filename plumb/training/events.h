@@ -1,5 +1,5 @@
-// What a training reports while it runs: one struct a kind of event. keys() visits a struct's fields under their names in
-// JSON, which is made where events leave the process; the first name belongs to one kind alone.
+// What a training reports while it runs: one struct a kind of event. keys() visits a struct's fields under their names
+// in JSON, which is made where events leave the process; the first name belongs to one kind alone.
 #pragma once
 
 #include <cmath>
@@ -17,26 +17,22 @@ struct Started {
   std::string options;  // TOML
   static void keys(auto& e, auto&& key) { key("options", e.options); }
 };
-
 struct Group {
   std::string group;
   std::vector<std::string> parameters;
   static void keys(auto& e, auto&& key) { key("group", e.group), key("parameters", e.parameters); }
 };
-
 // Parameters have learning rates of their own.
 struct OwnRates {
   std::string why;
   static void keys(auto& e, auto&& key) { key("learning_rates", e.why); }
 };
-
 struct Resumed {
   int64_t step = 0;              // the last step that is not done again
   std::optional<int64_t> steps;  // null: the run goes on from copies in memory
   std::string folder;
   static void keys(auto& e, auto&& key) { key("resumed", e.step), key("steps", e.steps), key("folder", e.folder); }
 };
-
 struct Stepped {
   int64_t step = 0, steps = 0;
   double loss = NAN, lr = 0, norm = NAN;
@@ -49,7 +45,6 @@ struct Stepped {
     key("rows", e.rows), key("tokens", e.tokens), key("memory", e.memory), key("seconds", e.seconds);
   }
 };
-
 struct Evaluated {
   int64_t step = 0;
   double loss = NAN;
@@ -58,13 +53,11 @@ struct Evaluated {
     key("eval", e.step), key("eval_loss", e.loss), key("eval_targets", e.targets);
   }
 };
-
 struct Recomputed {
   int stage = 0;
   std::string what;
   static void keys(auto& e, auto&& key) { key("stage", e.stage), key("recompute", e.what); }
 };
-
 struct CheckpointWritten {
   int64_t step = 0;
   std::string folder;
@@ -73,51 +66,47 @@ struct CheckpointWritten {
     key("checkpoint", e.step), key("folder", e.folder), key("copied", e.copied), key("written", e.written);
   }
 };
-
 struct CheckpointProblem {
   std::string problem;
   static void keys(auto& e, auto&& key) { key("checkpoint_problem", e.problem); }
 };
-
 struct LogProblem {
   std::string problem;
   static void keys(auto& e, auto&& key) { key("problem", e.problem); }
 };
-
 struct FaultInjected {
   std::string fault;
   static void keys(auto& e, auto&& key) { key("injected", e.fault); }
 };
-
 // The launcher replaces a lost rank.
 struct Restarted {
   int64_t restart = 0, of = 0;
   int rank = 0;
   std::string why;
-  static void keys(auto& e, auto&& key) { key("restart", e.restart), key("of", e.of), key("rank", e.rank), key("why", e.why); }
+  static void keys(auto& e, auto&& key) {
+    key("restart", e.restart), key("of", e.of), key("rank", e.rank), key("why", e.why);
+  }
 };
-
 struct Interrupted {
   int64_t step = 0, steps = 0;
   int signal = 0;
   static void keys(auto& e, auto&& key) { key("interrupted", e.step), key("steps", e.steps), key("signal", e.signal); }
 };
-
 struct Saved {
   std::string path;
   static void keys(auto& e, auto&& key) { key("saved", e.path); }
 };
-
 struct Dumped {
   std::string folder, not_finite;
   static void keys(auto& e, auto&& key) { key("dumped", e.folder), key("not_finite", e.not_finite); }
 };
-
 struct Drew {
   std::string path;
   double bubble = 0;
   std::string conclusion;
-  static void keys(auto& e, auto&& key) { key("drew", e.path), key("bubble", e.bubble), key("conclusion", e.conclusion); }
+  static void keys(auto& e, auto&& key) {
+    key("drew", e.path), key("bubble", e.bubble), key("conclusion", e.conclusion);
+  }
 };
 
 }  // namespace event
@@ -142,11 +131,10 @@ struct TrainNeeds {
   }
 };
 
-using TrainEvent =
-    std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped, event::Evaluated,
-                 event::Recomputed, event::CheckpointWritten, event::CheckpointProblem, event::LogProblem,
-                 event::FaultInjected, event::Restarted, event::Interrupted, event::Saved, event::Dumped, event::Drew,
-                 TrainNeeds>;
+using TrainEvent = std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped,
+                                event::Evaluated, event::Recomputed, event::CheckpointWritten, event::CheckpointProblem,
+                                event::LogProblem, event::FaultInjected, event::Restarted, event::Interrupted,
+                                event::Saved, event::Dumped, event::Drew, TrainNeeds>;
 
 // Returns the event as the help of --json lists it. Numbers that are not finite become null when it is printed.
 nlohmann::json to_json(const TrainEvent& event);
