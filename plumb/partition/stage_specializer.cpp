@@ -12,6 +12,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/move.h"
 
@@ -240,7 +241,7 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
     // As at the cut, whatever runs around the stage: evaluation, a mixed region, the recomputation of cheap results.
     const c10::InferenceMode outside(false);
     const at::AutoGradMode grad(true);
-    const c10::impl::ExcludeDispatchKeyGuard unnoticed(c10::DispatchKey::TESTING_ONLY_GenericWrapper);
+    const c10::impl::ExcludeDispatchKeyGuard unnoticed(kRecomputeKey);
     struct Restore {
       Ambient before = Ambient::now();
       ~Restore() { before.set(); }
