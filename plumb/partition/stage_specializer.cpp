@@ -64,7 +64,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
     stages.pop_back();
     if (!seen.insert(s).second) continue;
     for (const StageInputPort& port : table.stages[s].inputs) {
-      if (port.source.is_pipeline_input()) {
+      if (port.source.is_model_input()) {
         found.insert(port.source.index);
       } else {
         stages.push_back(port.source.stage);

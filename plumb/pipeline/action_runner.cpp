@@ -24,7 +24,7 @@ AgreedValues ActionRunner::agreed_grads(const LocalStage& stage, const StageWiri
   std::vector<AgreedValue> agreed;
   for (const auto& [output, index] : runner_.targets_of(bundle, slot.outputs.size())) {
     const auto k = static_cast<size_t>(index);
-    const ValueSource value = output ? ValueSource{stage.stage, index} : stage.wiring->sources[k];
+    const ValueSource value = output ? ValueSource{stage.stage, k} : stage.wiring->sources[k];
     std::optional<GradientMeta> meta;
     if (output && k < slot.outputs.size()) meta = gradient_meta(slot.outputs[k]);
     if (!output && slot.boundary) meta = slot.boundary->gradient_meta(k);
@@ -186,7 +186,7 @@ void ActionRunner::run(std::span<const RunAction> parts) {
   TimelineEvent event{setup_.rank, run.hooked};
   if (setup_.options.record_timeline) event.waiting = seconds_now();
   const std::int64_t sent_before = transport_.sent();
-  const std::string me = str("rank ", transport_.group().world_rank(setup_.rank));
+  const auto me = [&] { return str("rank ", transport_.group().world_rank(setup_.rank)); };
   const RunAction* at = &run;  // for the error's text
   try {
     for (const auto& part : parts) {
@@ -208,9 +208,9 @@ void ActionRunner::run(std::span<const RunAction> parts) {
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::Communication) throw;
     const std::string text = parts.size() > 1 && at == &run ? to_string(run.hooked) : at->text;
-    throw Error(e.kind(), str(me, " at ", text, ": ", e.message()), e.where(), e.remedy());
+    throw Error(e.kind(), str(me(), " at ", text, ": ", e.message()), e.where(), e.remedy());
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::ExecutionFailed, str(me, " at ", at->text, ": ", error_text(e)));
+    throw Error(ErrorKind::ExecutionFailed, str(me(), " at ", at->text, ": ", error_text(e)));
   }
   if (setup_.options.record_timeline) {
     event.end = seconds_now();

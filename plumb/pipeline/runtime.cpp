@@ -34,8 +34,8 @@ void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
 
 Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
                    ProcessGroup group, PipelineOptions options)
-    : runner_(std::make_unique<StepRunner>(std::move(layout), std::move(schedule), stages, std::move(group),
-                                           std::move(options))) {}
+    : runner_(std::make_unique<StepRunner>(std::move(layout), schedule, stages, std::move(group), std::move(options))) {
+}
 Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;

@@ -77,7 +77,7 @@ std::vector<MessageValue> StageRunner::values_for(int from, const StageWiring::B
   for (int k : places(bundle, outputs.size())) {
     const at::Tensor& t = outputs[k];
     values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad(),
-                      codes_of(t, setup.layout.value_format({from, k}))});
+                      codes_of(t, setup.layout.value_format({from, static_cast<size_t>(k)}))});
   }
   return values;
 }

@@ -14,8 +14,8 @@
 #include "plumb/pipeline/gradients.h"
 #include "plumb/pipeline/group_buffers.h"
 #include "plumb/pipeline/message.h"
+#include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/wiring.h"
 
 namespace plumb {
 

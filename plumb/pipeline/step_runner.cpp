@@ -32,17 +32,17 @@ std::string digest_text(const PipelineSetup& setup) {
   return setup.layout.text() + to_csv(setup.schedule) + (groups > 0 ? str("gradient groups ", groups) : "");
 }
 
-void check_parts(const PipelineLayout& layout, const Schedule& schedule,
+void check_parts(const std::vector<StageWiring>& wiring, const Schedule& schedule,
                  const std::map<int, std::shared_ptr<StageFunction>>& stages, int me, int size) {
   const auto require = [](bool fits, const std::string& otherwise) {
     if (!fits) throw Error(ErrorKind::Schedule, otherwise);
   };
   const std::string the_schedule = "the schedule '" + schedule.name + "'";
-  require(schedule.num_stages() == layout.num_stages(),
-          str(the_schedule, " has ", schedule.num_stages(), " stages, the model ", layout.num_stages()));
+  require(schedule.num_stages() == static_cast<int>(wiring.size()),
+          str(the_schedule, " has ", schedule.num_stages(), " stages, the model ", wiring.size()));
   require(schedule.num_ranks() == size,
           str(the_schedule, " is for ", schedule.num_ranks(), " ranks, the group has ", size));
-  require_runnable(compute_only(schedule), layout.edges());
+  require_runnable(compute_only(schedule), edges_of(wiring));
   const auto mine = schedule.placement.stages_of(me);
   for (int stage : mine) {
     require(stages.count(stage) && stages.at(stage),
@@ -76,7 +76,7 @@ PipelineSetup make_setup(PipelineLayout layout, const Schedule& schedule,
   PipelineSetup setup;
   try {
     setup.wiring = connect_stages(layout);
-    check_parts(layout, schedule, functions, me, transport.group().size());
+    check_parts(setup.wiring, schedule, functions, me, transport.group().size());
     check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
   } catch (const Error& e) {
     // The others wait for this rank: they are told why it does not come.
@@ -125,8 +125,8 @@ StepRunner::StepRunner(PipelineLayout layout, const Schedule& schedule,
   eval_plan_ = plan_run(forwards, setup_.wiring, setup_.rank, {}, setup_.options.hooks);
   if (transport_.group().device()) {
     transport_.connect_device();
-    order_messages(train_plan_, schedule, setup_.layout.edges(), setup_.rank);
-    order_messages(eval_plan_, forwards, setup_.layout.edges(), setup_.rank);
+    order_messages(train_plan_, schedule, setup_.wiring, setup_.rank);
+    order_messages(eval_plan_, forwards, setup_.wiring, setup_.rank);
   }
   if (setup_.options.replicas.size() > 1) {
     replicas_ = std::make_unique<ReplicaSums>(setup_.options.replicas, digest_text(setup_), parameters, shared_indices,

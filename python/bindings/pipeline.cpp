@@ -105,7 +105,7 @@ PipelineLayout make_layout(const std::vector<std::pair<std::vector<std::pair<int
   layout.num_inputs = num_inputs;
   for (const auto& [inputs, num_outputs] : stages) {
     StageLayout& stage = layout.stages.emplace_back();
-    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, index});
+    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, static_cast<size_t>(index)});
     stage.num_outputs = num_outputs;
   }
   layout.check();
