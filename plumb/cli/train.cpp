@@ -71,17 +71,17 @@ class Printer {
   void show(const event::Group& e) { say(std::cerr, "# group " + e.group + ": " + join(e.parameters)); }
   void show(const event::OwnRates& e) { say(std::cout, "# learning rates: " + e.why); }
   void show(const event::Resumed& e) {
-    say(std::cout, e.steps == e.step
-                       ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
-                                  ": nothing is trained (more --steps go on, --no-resume begins anew)")
-                       : c10::str("goes on after step ", e.step, " from ", e.folder));
+    say(std::cout, e.steps == e.step ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
+                                                ": nothing is trained (more --steps go on, --no-resume begins anew)")
+                                     : c10::str("goes on after step ", e.step, " from ", e.folder));
   }
   void show(const event::Stepped& e) {
-    const std::string tail = "  loss " + number(e.loss) + "  norm " + short_number(e.norm) + "  lr " +
-                             short_number(e.lr) + speed(e);
+    const std::string tail =
+        "  loss " + number(e.loss) + "  norm " + short_number(e.norm) + "  lr " + short_number(e.lr) + speed(e);
     if (!bar_ && e.step % every_ != 0 && e.step != e.steps) return;
     if (!bar_) return say(std::cout, c10::str("step ", e.step, "/", e.steps, tail));
-    std::cout << "\r" << bar_text(static_cast<int>(e.step), static_cast<int>(e.steps)) << tail << "\x1b[K" << std::flush;
+    std::cout << "\r" << bar_text(static_cast<int>(e.step), static_cast<int>(e.steps)) << tail << "\x1b[K"
+              << std::flush;
     open_ = true;
   }
   void show(const event::Evaluated& e) {
@@ -186,9 +186,8 @@ int launch(const TrainOptions& o) {
   int64_t lost = 0;
   launch.on_lost = [&](int rank, const ProcessEnd& end, const std::string& instead) {
     ++lost;
-    print(event::Restarted{
-        lost, o.max_restarts, rank,
-        c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")});
+    print(event::Restarted{lost, o.max_restarts, rank,
+                           c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")});
   };
   if (o.recut) launch.fewer = [&](int left) { return fewer_processes(o, left); };
   const LaunchResult result = launch_local(launch);

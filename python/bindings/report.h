@@ -1,4 +1,5 @@
-// A transform's report in Python: {"pass": ..., "entries": [{"kind": ..., "node": ..., ...}]}; empty fields are left out.
+// A transform's report in Python: {"pass": ..., "entries": [{"kind": ..., "node": ..., ...}]}; empty fields are left
+// out.
 #pragma once
 
 #include "convert.h"
@@ -8,7 +9,8 @@ namespace plumb::python {
 
 // Names from a model may hold any bytes.
 inline py::str readable(std::string_view text) {
-  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
 
 inline py::dict to_python(const Report& report) {

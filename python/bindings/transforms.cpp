@@ -55,14 +55,14 @@ py::tuple scale(GraphModule& engine, const Replacements& replace, const Residual
 }
 
 py::dict simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,
-                     const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
+                  const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
   const SimulateFormatOptions options{.fwd = fwd, .bwd = bwd, .operators = operators, .exclude = exclude};
   return reported("simulate_format", engine, [&](Report* r) { return simulate_format(engine, options, r); });
 }
 
 py::dict fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
-                const std::string& recipe, int64_t history, const std::vector<std::string>& operators,
-                const std::vector<std::string>& exclude) {
+             const std::string& recipe, int64_t history, const std::vector<std::string>& operators,
+             const std::vector<std::string>& exclude) {
   const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe, history};
   return reported("use_fp8", engine, [&](Report* r) { return use_fp8(engine, options, r); });
 }
