@@ -46,11 +46,11 @@ struct PipelineLayout {
   WireFormats wire;
 
   int num_stages() const { return static_cast<int>(stages.size()); }
-  // Stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
+  // Returns a layout in which stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
   static PipelineLayout chain(int num_stages);
   static PipelineLayout dynamic_chain(int num_stages);
   std::string text() const;
-  // The format of a value between stages and of its gradient; null: as it is.
+  // Return the format of a value between stages and of its gradient; null: as it is.
   const FPFormat* value_format(const ValueSource& value) const {
     return rounds(value) ? wire_format(wire.fwd) : nullptr;
   }

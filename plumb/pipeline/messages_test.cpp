@@ -7,6 +7,7 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/message.h"
 #include "plumb/pipeline/message_tags.h"
 #include "plumb/pipeline/processes_test.h"

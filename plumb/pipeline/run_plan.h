@@ -51,11 +51,11 @@ StageEdges edges_of(const std::vector<StageWiring>& wiring);
 
 struct RunAction {
   Action action;
-  std::string text;  // of it, for messages
+  std::string text;  // the action's, for error messages
   // Per bundle of the stage's wiring (values_in of a forward, grads_in of a backward; values_out, grads_out): the
   // message, or -1 where the other stage is on this rank.
   std::vector<int> receives, sends;
-  bool completes_gradients = false;  // of its stage: no later action adds to them
+  bool completes_gradients = false;  // no later action adds to the stage's gradients
   // This forward's backward is the next action and other microbatches are in flight, so recomputing would save little.
   bool backward_is_next = false;
   // The hook that replaces this action, or null. It covers this action and the following together - 1, which it sees as
@@ -80,7 +80,7 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
 // with their messages (lower.h), then tied gradients pair of ranks by pair.
 void order_messages(RunPlan& plan, const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank);
 
-// Compute actions only, overlapped pairs taken apart, no idle entries.
+// Returns the table with compute actions only: overlapped pairs taken apart, no idle entries.
 Schedule compute_only(const Schedule& schedule);
 
 }  // namespace plumb

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <thread>
 
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/processes_test.h"
 #include "plumb/pipeline/stage_costs.h"
 #include "plumb/pipeline/test_models.h"

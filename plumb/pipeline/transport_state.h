@@ -31,7 +31,7 @@ struct Posted {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-// Everything that goes one way between this rank and one peer.
+// All messages of a step from one peer.
 struct Incoming {
   std::vector<int> order;      // indices into plan.receives
   std::vector<Posted> posted;  // by position in `order`
@@ -95,27 +95,28 @@ struct Transport::State {
   void post_ahead(int peer, size_t needed);
   // Waits for the oldest message under way.
   void finish_oldest(Outgoing& out);
-  // The work of sends that the peer says it has received is done; their buffers may go.
+  // Lets the buffers of sends go that the peer says it has received.
   void release_sent(int peer, std::uint32_t received);
 
   // Waits for message `index` and holds its header against the plan.
   void come(int index, const std::string& action);
-  // Whether come() would not wait for its first part.
+  // Returns whether come() would not wait for its first part.
   bool has_arrived(int index);
 
   // --- faults ---
   void check_usable() const;
-  // The prologue of what came in the place of `expected`. Raises if the sender has failed, or it is another message.
+  // Returns the prologue of what came in the place of `expected`. Throws if the sender has failed, or it is another
+  // message.
   wire::Prologue read_agreed(const at::Tensor& buffer, const PlannedMessage& expected, const std::string& action);
-  // The second part of a message that says it is too long for the first.
+  // Receives the second part of a message that says it is too long for the first.
   Posted receive_second(const wire::Prologue& first, size_t position, const PlannedMessage& expected,
                         const std::string& action);
-  // Tells the others, and raises.
+  // Tells the others, and throws.
   [[noreturn]] void raise_wrong(const PlannedMessage& message, const std::string& action, const std::string& what,
                                 const std::string& remedy);
   [[noreturn]] void raise(const std::string& message, const std::string& remedy);
   std::optional<Cause> told_cause(const at::Tensor& buffer) const;
-  // Finds out why `peer` does not answer, tells the others, and raises.
+  // Finds out why `peer` does not answer, tells the others, and throws.
   [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e);
   // Marks the group as failed and tells every peer that waits for messages of this rank.
   void fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept;
