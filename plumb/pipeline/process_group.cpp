@@ -306,6 +306,45 @@ ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrus
   return made;
 }
 
+// How many ranges of tags were handed out is kept as long as the backend lives, as ranks may let go of their pipelines
+// at different times.
+ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                         std::chrono::milliseconds timeout) {
+  const ProcessGroup fresh = use_group(std::move(group), nullptr, timeout);
+  struct Known {
+    c10::weak_intrusive_ptr<c10d::Backend> backend;
+    std::weak_ptr<ProcessGroup::State> state;
+    std::shared_ptr<int> tag_ranges;
+  };
+  static std::mutex lock;
+  static auto& known = *new std::map<c10d::Backend*, Known>();
+  const std::lock_guard<std::mutex> guard(lock);
+  const auto& backend = fresh.backend();
+  auto it = known.find(backend.get());
+  if (it != known.end() && it->second.backend.expired()) {
+    known.erase(it);
+    it = known.end();
+  }
+  if (it == known.end()) {
+    it = known.emplace(backend.get(), Known{c10::weak_intrusive_ptr<c10d::Backend>(backend), {}, nullptr}).first;
+    it->second.tag_ranges = std::make_shared<int>(0);
+  }
+  auto state = it->second.state.lock();
+  if (!state) {
+    // The state's end writes down how many ranges it handed out. Buffers of a failed step stay with Gloo for good.
+    auto count = it->second.tag_ranges;
+    state = std::shared_ptr<ProcessGroup::State>(new ProcessGroup::State(*fresh.state_), [count](auto* s) {
+      *count = s->tag_ranges;
+      if (!s->failure) delete s;
+    });
+    state->tag_ranges = *count;
+    state->world = std::move(world);
+    it->second.state = state;
+  }
+  state->timeout = timeout;
+  return ProcessGroup(state);
+}
+
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
                          std::chrono::milliseconds timeout) {
   check_timeout(timeout);

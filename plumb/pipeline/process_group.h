@@ -62,6 +62,8 @@ class ProcessGroup {
   friend ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
   friend ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                                 std::chrono::milliseconds timeout);
+  friend ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                                  std::chrono::milliseconds timeout);
   std::shared_ptr<State> state_;
 };
 
@@ -115,6 +117,10 @@ ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 // (no_sigpipe.h) lives, or a lost peer ends the process by that signal. Groups that plumb makes never raise it.
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::milliseconds timeout = std::chrono::seconds(60));
+// As use_group(), for callers that use a group more than once: its backend's messages share one range of tags after
+// another, and what failed stays failed. `world`: the number of each rank among all processes.
+ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                         std::chrono::milliseconds timeout);
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
                          std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
