@@ -88,6 +88,8 @@ struct StepResult {
   std::vector<Tensors> input_grads;
 };
 
+class StepRunner;
+
 class Pipeline {
  public:
   // `stages`: the stages this rank holds in the schedule's placement, no more and no fewer. The schedule is taken
@@ -140,11 +142,11 @@ class Pipeline {
   const PipelineLayout& layout() const;
   int rank() const;
 
-  // Of the step that runs, for hooks. It must not outlive the pipeline.
+  // Returns the driver of the running step, for hooks. It must not outlive the pipeline.
   StepDriver driver();
 
  private:
-  std::unique_ptr<PipelineState> state_;
+  std::unique_ptr<StepRunner> runner_;
 };
 
 }  // namespace plumb

@@ -1,5 +1,4 @@
 // Stages at work: the runtime over Python stages and torch's process groups.
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <map>
@@ -9,7 +8,6 @@
 #include "module.h"
 #include "plumb/analysis/adapters.h"
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/runtime.h"
 
 namespace plumb::python {
@@ -82,44 +80,14 @@ class PyStage : public StageFunction {
   bool own_work_, is_last_;
 };
 
-// Transports of one backend share a state: each has its own range of tags, and what failed stays failed. How many
-// ranges were handed out is kept as long as the backend lives, as ranks may let go of their pipelines at different
-// times.
 ProcessGroup shared_group(const py::object& group, double timeout_seconds) {
   if (group.is_none()) return {};
   auto& process_group = group.cast<c10d::ProcessGroup&>();
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
-  ProcessGroup fresh = use_group(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&process_group),
-                                 nullptr, timeout);
-  struct Known {
-    c10::weak_intrusive_ptr<c10d::Backend> backend;
-    std::weak_ptr<ProcessGroup::State> state;
-    std::shared_ptr<int> tag_ranges;
-  };
-  static auto& known = *new std::map<c10d::Backend*, Known>();
-  auto& backend = fresh.state().backend;
-  auto it = known.find(backend.get());
-  if (it != known.end() && it->second.backend.expired()) it = known.erase(it);
-  if (it == known.end()) {
-    it = known.emplace(backend.get(), Known{c10::weak_intrusive_ptr<c10d::Backend>(backend), {}, nullptr}).first;
-    it->second.tag_ranges = std::make_shared<int>(0);
-  }
-  auto state = it->second.state.lock();
-  if (!state) {
-    // The state's end writes down how many ranges it handed out. Buffers of a failed step stay with Gloo for good.
-    auto count = it->second.tag_ranges;
-    state = std::shared_ptr<ProcessGroup::State>(new ProcessGroup::State(fresh.state()), [count](auto* s) {
-      *count = s->tag_ranges;
-      if (!s->failed) delete s;
-    });
-    state->tag_ranges = *count;
-    // Messages name ranks by their numbers among all processes.
-    const auto distributed = py::module_::import("torch.distributed");
-    state->world = distributed.attr("get_process_group_ranks")(group).cast<std::vector<int>>();
-    it->second.state = state;
-  }
-  state->timeout = timeout;
-  return ProcessGroup(state);
+  // Messages name ranks by their numbers among all processes.
+  const auto distributed = py::module_::import("torch.distributed");
+  return share_group(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&process_group),
+                     distributed.attr("get_process_group_ranks")(group).cast<std::vector<int>>(),
+                     std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
 }
 
 // stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs)
@@ -129,7 +97,7 @@ PipelineLayout make_layout(const std::vector<std::pair<std::vector<std::pair<int
   layout.num_inputs = num_inputs;
   for (const auto& [inputs, num_outputs] : stages) {
     StageLayout& stage = layout.stages.emplace_back();
-    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, index});
+    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, static_cast<size_t>(index)});
     stage.num_outputs = num_outputs;
   }
   layout.check();

@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 
 #include <atomic>
+#include <cmath>
 #include <csignal>
 
 #include "errors.h"
@@ -37,6 +38,22 @@ class PythonBatches : public BatchSource {
   std::shared_ptr<py::object> source_;
 };
 
+// None for a number that is not finite, as JSON has it.
+py::object to_python(const nlohmann::json& value) {
+  if (value.is_number_integer()) return py::int_(value.get<int64_t>());
+  if (value.is_number_float() && std::isfinite(value.get<double>())) return py::float_(value.get<double>());
+  if (value.is_string()) return py::str(value.get_ref<const std::string&>());
+  if (value.is_array()) {
+    py::list list;
+    for (const auto& each : value) list.append(to_python(each));
+    return list;
+  }
+  if (!value.is_object()) return py::none();
+  py::dict dict;
+  for (const auto& [key, each] : value.items()) dict[py::str(key)] = to_python(each);
+  return dict;
+}
+
 struct PythonTrainer {
   std::atomic<bool> stop = false;
   std::unique_ptr<Trainer> trainer;
@@ -44,12 +61,15 @@ struct PythonTrainer {
 
 std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const FieldTexts& texts,
                                             std::shared_ptr<GraphModule> module, py::object batches,
-                                            std::function<void(const std::string&)> event) {
+                                            std::function<void(std::string_view, py::object)> event) {
   const TrainOptions options = read_options(config, texts);
   auto made = std::make_unique<PythonTrainer>();
   TrainHooks hooks;
   // An exception of a hook (KeyboardInterrupt among them) ends the training as it is.
-  hooks.event = [event = std::move(event)](const nlohmann::json& what) { event(what.dump()); };
+  hooks.event = [event = std::move(event)](const TrainEvent& what) {
+    py::gil_scoped_acquire gil;
+    event(kind_of(what), to_python(to_json(what)));
+  };
   hooks.stop_signal = [&stop = made->stop] { return stop ? SIGINT : 0; };
   TrainParts parts{std::move(module), nullptr};
   if (!batches.is_none()) parts.batches = std::make_unique<PythonBatches>(std::move(batches));
