@@ -41,8 +41,8 @@ class HtmlReport {
   // Adds a text as it is, in one width: a command, a log, a graph.
   HtmlReport& code(std::string_view text);
   HtmlReport& figures(const std::vector<Figure>& figures);
-  // Adds a table. A click on a column's head sorts by it, a click on a row unfolds the rows below it; a run's name has
-  // its color.
+  // Adds a table. A click on a column's head sorts, a click on a row unfolds the rows below it; a run's name has its
+  // color.
   HtmlReport& add(const Table& table);
   HtmlReport& add(const LineChart& chart);
   HtmlReport& add(const TimelineChart& chart);

@@ -47,8 +47,7 @@ std::string line(std::string_view look, double x1, double y1, double x2, double 
 std::string rect(std::string_view look, double x, double y, double width, double height);
 // Returns about how wide text is drawn.
 double text_width(std::string_view content, double size = 12);
-// Shortens text to `width` at most, with an ellipsis at the front (the end of a module's path says more than its
-// start).
+// Shortens text to `width`, with an ellipsis at the front (the end of a module's path says more than its start).
 std::string shortened(std::string_view content, double width, double size = 12);
 
 // Draws a whole picture: standalone with margins, a ground and colors of light and dark viewers; on a page without.

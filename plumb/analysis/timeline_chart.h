@@ -14,8 +14,7 @@ struct TimelineAction {
   int stage = 0, microbatch = -1;  // -1: none
   double start = 0, end = 0;
   double waiting = NAN;  // the action waited for its messages from here on; NaN: not known
-  // half of the bar's height: 0 all of it, 1 upper half, 2 lower half (an overlapped pair is two actions at the same
-  // time)
+  // part of the bar's height: 0 all, 1 upper half, 2 lower half (an overlapped pair is two actions at once)
   int half = 0;
   int64_t sent = 0;  // bytes that it handed to other ranks
 };

@@ -1,5 +1,4 @@
-// Checkpoints (torch.utils.checkpoint) in a stage whose backward is halved. For stage_backward's files and the
-// bindings.
+// Checkpoints (torch.utils.checkpoint) in a stage whose backward is halved. For stage_backward and the bindings.
 //
 // Such a checkpoint computes again when the first of the tensors it left out is asked for, and forgets what nobody took
 // when that run of the engine ends. The two halves are two runs. So in the first one, as soon as a node needs a

@@ -56,8 +56,7 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
 // Decides which nodes run in the input half and where the weight half starts.
 void divide(BackwardGraph& graph);
 
-// Returns whether one gradient comes to each node of a divided graph's weight half, and each of these nodes runs by
-// itself.
+// Returns whether each node of a divided graph's weight half gets one gradient and runs by itself.
 bool defers_chains(const BackwardGraph& graph, const edge_list& roots);
 
 }  // namespace plumb

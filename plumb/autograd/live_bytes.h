@@ -11,8 +11,7 @@
 namespace plumb {
 
 // Counts, while it lives, every byte that torch's allocators, the CPU's and those of devices, give out and take back on
-// this thread and in the backwards that it starts. Inside of torch's profiler, this counter counts and the profiler
-// does not.
+// this thread and in the backwards that it starts. Inside of torch's profiler, only this counter counts.
 class LiveBytes {
  public:
   LiveBytes() : count_(std::make_shared<Count>()), guard_(c10::DebugInfoKind::PROFILER_STATE, count_) {}

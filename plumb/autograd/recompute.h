@@ -78,8 +78,7 @@ class CheapRecompute {
 // the halves of a backward.
 void drop_recomputed(torch::autograd::Node& node);
 
-// Returns whether the node has no hooks except those that bring its saved tensors back. These may run in each half of a
-// backward.
+// Returns whether the node has no hooks except those that restore its saved tensors, which may run in each half.
 bool has_no_hooks_but_recipes(torch::autograd::Node& node);
 // Drops the recipes of a node that has released its saved tensors.
 void drop_recipes(torch::autograd::Node& node);

@@ -35,13 +35,11 @@ struct Part {
 
 class Recipe {
  public:
-  // A call of `op` with `args` that has just given `result`.
-  // `results`: all that the call gave.
+  // A call of `op` with `args` that has just given `result`. `results`: all that the call gave.
   Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
          int64_t order);
 
-  // Makes the values of a format from their codes, instead of calling the operator. Not counted among what was computed
-  // again.
+  // Makes the values of a format from their codes, instead of calling the operator. Not counted as computed again.
   void make_by(std::function<at::Tensor()> make) {
     make_ = std::move(make);
     counted = true;

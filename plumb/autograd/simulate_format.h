@@ -28,8 +28,7 @@ struct Measuring {
 };
 
 // Returns the seed that both passes are given, in the forward. Where a run seeds nodes by name (graph/node_seeds.h) one
-// is drawn here for a backward that rounds stochastically: what that drew itself would depend on which nodes ran before
-// it.
+// is drawn here for a backward that rounds stochastically: a seed drawn there would depend on which nodes ran before.
 std::optional<int64_t> seed_of_passes(std::optional<int64_t> seed, std::string_view bwd);
 
 // Called below autograd. "none": another tensor on x's memory.

@@ -70,8 +70,8 @@ struct InputHalf {
 //   Boundary form only; empty, or one entry per input, undefined for none.
 //
 // Throws Error(StructureMismatch) for other numbers of gradients, Error(TensorMismatch) for other sizes,
-// Error(InvalidState) without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. The graph
-// is used up.
+// Error(InvalidState) without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. Uses up
+// the graph.
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs);
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds = {});

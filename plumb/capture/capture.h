@@ -52,8 +52,7 @@ struct CaptureRequest {
   // fail. Such checks become nodes that check in every run. May be empty.
   std::function<bool()> is_check;
   // Whether values that the program takes out of tensors (item, bool) may be guarded instead of refused: nodes then
-  // check in every run that they are still the same, and plumb::control_value nodes note the tensors that they come
-  // from.
+  // check in every run that they are still the same, and plumb::control_value nodes note their tensors.
   bool guard_values = false;
   // Guards values at once. The first tensors that decide about values and sizes get these values, in order, as
   // ControlValueLog has them: a transformed graph takes another path than the module itself, and this is how the
@@ -101,8 +100,7 @@ class ControlValueLog {
   ControlValueLog* const outer_;
 };
 
-// A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the
-// process.
+// A Python or C++ function that is opaque to a graph, kept as one node that calls it. Ids live as long as the process.
 using OpaqueFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 int64_t register_opaque(OpaqueFunction function, std::string name);
 std::string opaque_name(int64_t id);

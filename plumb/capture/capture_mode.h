@@ -59,8 +59,7 @@ struct AllowedModes {
 
 // Returns the mode to begin with. `guard_values`: a mode that guards values at once.
 CaptureMode first_mode(const AllowedModes& allowed, bool guard_values);
-// Returns the mode to try after `mode` failed for this reason; nullopt if there is none left, which makes the failure
-// final.
+// Returns the mode to try after `mode` failed for this reason; nullopt if there is none left: the failure is final.
 std::optional<CaptureMode> next_mode(const CaptureMode& mode, RetryReason reason, const AllowedModes& allowed);
 
 }  // namespace plumb

@@ -1,5 +1,4 @@
-// Zeros in place of the results of large matrix products, attention and gelu. A capture records calls and needs no
-// values.
+// Zeros in place of the results of large matrix products, attention and gelu: a capture records calls, not values.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,5 +1,4 @@
-// Values and sizes that the program takes out of tensors: known, guarded by a node that checks them in every run, or
-// refused.
+// Values and sizes that the program takes out of tensors: known, guarded by a node in every run, or refused.
 #pragma once
 
 #include <string>

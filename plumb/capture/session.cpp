@@ -206,8 +206,7 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
         "bilinear under autocast casts inside of its own kernel",
         "call it outside of the autocast region, or write it as torch.einsum('bi,oij,bj->bo', x, weight, y) + bias");
   }
-  // Python functions open autocast regions of their own. Operators that return a value to the program are handled
-  // whole.
+  // Python functions open autocast regions of their own. Operators that return a value to the program stay whole.
   composite = active && op.schema().name() != "plumb::python_function" && !is_value_reader(operator_name(op)) &&
               op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   return false;

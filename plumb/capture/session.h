@@ -35,8 +35,7 @@ class Session {
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
   // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned); `what` names it.
   void write_back(int attribute, const at::Tensor& value, const std::string& what);
-  // Records an assignment of `value` to `tensor.data` as a copy into the tensor's memory. Refuses one that is no such
-  // copy.
+  // Records an assignment of `value` to `tensor.data` as a copy into the tensor's memory. Refuses any other assignment.
   void assign_data(const at::Tensor& tensor, const at::Tensor& value);
   // Refuses a forward that has given a tensor of the module other memory unseen.
   void refuse_other_memory();

@@ -27,7 +27,7 @@ std::string stored_name(const CheckpointContents& contents, const std::string& n
   return tie == contents.ties.end() ? name : tie->second;
 }
 
-// Returns the name that a tensor of the optimizer is stored under: "exp_avg/TIE" stands for the name that TIE is tied
+// Returns the name that a tensor of the optimizer is stored under: "exp_avg/TIE" becomes that of the name TIE is tied
 // to.
 std::string stored_optimizer_name(const CheckpointContents& contents, const std::string& name) {
   const size_t slash = name.find('/');

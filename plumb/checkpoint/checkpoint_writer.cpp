@@ -38,8 +38,7 @@ bool is_run_id(const std::string& id) {
          id.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_") == id.npos;
 }
 
-// Locks the open file: the lock is gone with the process, however that ends. Returns -1 if the file system has no
-// locks.
+// Locks the open file: the lock ends with the process, however that ends. Returns -1 if the file system has no locks.
 int lock_run(const std::string& folder) {
   const std::string path = (fs::path(folder) / kLockFile).string();
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);

@@ -65,8 +65,7 @@ class SafetensorsFile {
 std::vector<Checksum> write_safetensors(const std::string& path, const NamedTensors& tensors,
                                         const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
 
-// In the metadata of a file whose weights are unit-scaled: a plain model cannot take them. Other libraries pass it
-// over.
+// Key in the metadata of a file with unit-scaled weights: a plain model cannot take them. Other libraries ignore it.
 inline constexpr const char* kUnitScaledKey = "plumb.unit_scaled";
 // A tensor that Python's unit-scaled modules put into their state dicts: the end of its name. Torch names it where a
 // plain model is given such a state dict.

@@ -33,8 +33,7 @@ void save(const Loaded& loaded, const std::string& path);
 void check_same_kind(const Loaded& loaded, const std::string& path);
 // load() for commands that need tensors: throws UsageError for a text.
 Loaded load_with_tensors(const std::string& path);
-// load() for commands that need values: an imported program gets them from --weights, or the folder it was imported
-// from.
+// load() for commands that need values: an imported program gets them from --weights, or the folder of the import.
 Loaded load_with_values(const std::string& path, const std::string& weights);
 void add_weights_option(CLI::App* sub, std::string& weights);
 

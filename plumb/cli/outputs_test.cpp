@@ -1,5 +1,4 @@
-// Files and output of the program: whole, in the given place, or a named error; never lost, never in place of another
-// file.
+// Files and output of the program: whole, in the given place, or a named error; never lost, never in another's place.
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 

@@ -1,5 +1,4 @@
-// Progress of a command on stderr: a bar on a terminal; elsewhere a plain line for each part that took
-// long.
+// Progress of a command on stderr: a bar on a terminal; elsewhere a plain line for each part that took long.
 #pragma once
 
 #include <chrono>

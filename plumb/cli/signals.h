@@ -29,7 +29,7 @@ const char* what_was_saved() noexcept;
 // Ends the process by this signal, as the shell expects of an interrupted program.
 [[noreturn]] void end_by_signal(int signal);
 
-// Called by the handler. Returns whether the signal was kept; false for the second one from the same side, launcher or
+// Called by the handler. Returns whether the signal was kept; false for the second from the same side, launcher or
 // other.
 bool take_signal(int signal, bool from_a_process, bool from_launcher) noexcept;
 

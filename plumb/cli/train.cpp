@@ -25,8 +25,7 @@
 namespace plumb::cli {
 namespace {
 
-// Prints events: JSON lines, a bar on a terminal, or plain lines. A rank prints all of them, for its launcher to
-// choose.
+// Prints events: JSON lines, a bar on a terminal, or plain lines. A rank prints all, for its launcher to choose.
 class Printer {
  public:
   explicit Printer(const TrainOptions& o)
@@ -140,8 +139,7 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-// Exit code of a training that SIGTERM or SIGUSR1 ended after a checkpoint: run it again to go on (EX_TEMPFAIL of
-// sysexits.h).
+// Exit code of a training that SIGTERM or SIGUSR1 ended after a checkpoint: run it again (EX_TEMPFAIL of sysexits.h).
 constexpr int kGoesOnLater = 75;
 
 bool goes_on_later(const TrainOptions& o, int signal) {

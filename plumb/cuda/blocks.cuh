@@ -48,8 +48,7 @@ struct BlocksArguments {
   Scaler<float> scaler;  // its unit is set here
 };
 
-// One block: values [begin, begin + count) of the tensor, from `in`, where they may go back to. Writes codes and
-// values.
+// One block: values [begin, begin + count) of the tensor, from `in`, where they may also go. Writes codes and values.
 template <class C, int kSize, bool kDivide, Way kWay, bool kSimple, class In, class Out, class Code>
 inline uint8_t round_block(const BlocksArguments& a, const Scaler<float>& scaler, int64_t begin, int count,
                            const In& in, const Out& out, const Code& code) {

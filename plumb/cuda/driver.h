@@ -1,5 +1,4 @@
-// The few functions of CUDA's driver that start a kernel, opened at run time (libcuda.so.1 comes with the GPU's
-// driver).
+// The few functions of CUDA's driver that start a kernel, opened at run time (libcuda.so.1, of the GPU's driver).
 #pragma once
 
 #include <cstdint>

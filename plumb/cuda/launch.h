@@ -1,5 +1,4 @@
-// Kernels by their texts: compiled or read from disk at the first use on a device, and started on torch's current
-// stream.
+// Kernels by their texts: compiled or read from disk at the first use on a device, started on torch's current stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -40,8 +40,7 @@ std::optional<std::string> operator_of_target(const std::string& target) {
   return name;
 }
 
-// Parses "KEY,PATH,TYPE;KEY,PATH,TYPE" of a node's metadata. Brackets may hold commas. Returns null if it is
-// unreadable.
+// Parses "KEY,PATH,TYPE;KEY,PATH,TYPE" of a node's metadata; brackets may hold commas. Returns null if it cannot.
 std::shared_ptr<const ModuleStack> parse_module_stack(const std::string& text) {
   auto stack = std::make_shared<ModuleStack>();
   size_t start = 0;

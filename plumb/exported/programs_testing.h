@@ -48,8 +48,7 @@ inline int python(const std::string& arguments, std::string* said = nullptr) {
   return status;
 }
 
-// Returns the settings that choose torch's kernels, and so the last bits of results: the CPU, and the environment's
-// settings.
+// Returns the settings that choose torch's kernels, and so the last bits of results: the CPU's, the environment's.
 inline std::string kernel_settings() {
   std::string text;
   for (char** entry = environ; *entry; ++entry) {

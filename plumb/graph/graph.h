@@ -54,8 +54,7 @@ class Value {
   ValueType type() const { return type_; }
   bool is_tensor() const { return type_ == ValueType::Tensor; }
 
-  // Returns every use, a node as often as it uses the value. Order is deterministic for one sequence of edits, else
-  // unspecified.
+  // Returns every use, a node as often as it uses the value. The order is deterministic for one sequence of edits only.
   std::span<const Use> uses() const { return uses_; }
   bool has_uses() const { return !uses_.empty(); }
   // Returns the nodes that use it, each once, in graph order.
@@ -255,8 +254,7 @@ class Graph {
   // --- editing ---
   // O(uses). Does not touch uses by `except`.
   void replace_all_uses_with(Value* from, Value* to, const Node* except = nullptr);
-  // Replaces one node by another: same number of results, uses moved, meta copied where the new one has none, `from`
-  // erased.
+  // Replaces a node by one with as many results: moves uses, copies meta where the new one has none, erases `from`.
   void replace_node(Node* from, Node* to);
   // Throws if a result still has uses.
   void erase(Node* node);

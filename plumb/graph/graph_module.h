@@ -1,5 +1,5 @@
-// A graph with its state: a module that runs. Capture makes it, transforms change it, `.pt2` files hold it, a pipeline
-// cuts it.
+// A graph with its state: a module that runs. Capture makes it, transforms change it, `.pt2` files and pipelines use
+// it.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -43,16 +43,14 @@ class GraphModule : public torch::nn::Module {
     return forward({c10::IValue(inputs)...}).toTensor();
   }
 
-  // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive while it
-  // runs.
+  // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive.
   std::shared_ptr<const Plan> plan();
 
   // Puts other tensors in the place of the state's of these names, and into the module's.
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
   // Sets the mode; eval() calls it, too. Throws Error(InvalidState) if the other mode would change what an operator
-  // computes (mode.h), or if the captured forward had read the mode, because a graph is made for one mode,
-  // is_training().
+  // computes (mode.h), or if the captured forward had read the mode: a graph is made for one mode, is_training().
   void train(bool on = true) override;
   // Sets the mode that the graph was made in. The constructor infers it from the operators.
   void set_made_in_training(bool training) { Module::train(training); }

@@ -85,8 +85,7 @@ struct OperatorFacts {
 
   // Its result, or in-place its argument, holds memory that was never written.
   bool uninitialised = false;
-  // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with. Lists
-  // are its parts.
+  // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with.
   bool passes_through = false;
   // Its result holds each element of its first argument exactly once, in another shape or order (with `view` of a dtype
   // only the memory stays).

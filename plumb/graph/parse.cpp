@@ -1,5 +1,4 @@
-// Text -> Graph: the inverse of print.cpp. The text is untrusted: every fault ends in an Error that names line
-// and column.
+// Text -> Graph: the inverse of print.cpp. The text is untrusted: every fault is an Error that names line and column.
 #include <algorithm>
 #include <cctype>
 #include <charconv>

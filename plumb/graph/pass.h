@@ -67,8 +67,7 @@ struct PassResult {
 
 struct RunPassesOptions {
   bool check = kCheckPasses;
-  // A folder for the graph's text before the first step and after every step: 00-input.txt, 01-dead_code.txt, ...
-  // Empty: none.
+  // Folder for the graph's text before the first step and after each: 00-input.txt, 01-dead_code.txt, ... Empty: none.
   std::string dump;
   std::function<void(const PassStep&)> before;   // called before a step
   std::function<void(const PassResult&)> after;  // and after it

@@ -254,7 +254,7 @@ class PlanCompiler {
 
   // A Python number next to a tensor is a 0-dim double tensor that TensorIterator casts at every call. For float32
   // arithmetic the cast can be done once: bit for bit the same. Not for half types, whose kernels compute with the
-  // double itself.
+  // double.
   IValue wrapped_number(const Node& node, const IValue& number) const {
     at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
     if (!is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
@@ -315,8 +315,7 @@ class PlanCompiler {
     // An opaque function may draw, too.
     if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
     plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
-    // Dropout, also that of attention: it draws only if an argument says so. Recurrent layers have no rows of their
-    // own.
+    // Dropout, also that of attention: it draws only if an argument says so. Recurrent layers have no own rows.
     const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
     in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
                  facts->recurrent == RecurrentLayer::None;

@@ -23,8 +23,7 @@ at::Tensor fused_pointwise(const PointwiseProgram& program, at::TensorList input
 std::vector<at::Tensor> fused_pointwise_backward(const PointwiseProgram& program, const at::Tensor& gradient,
                                                  at::TensorList inputs, const std::vector<bool>& wanted);
 
-// Returns a step `kind` on input 0, times `before` on its way in and `after` on its way out; the gradient times `back`
-// at the end.
+// Returns a step `kind` on input 0, times `before` on its way in and `after` on its way out; the gradient times `back`.
 PointwiseProgram scaled_step(PointwiseKind kind, double before, double after, double back);
 
 }  // namespace plumb

@@ -27,8 +27,8 @@ Tensors backward_whole(const PointwiseProgram& program, const PointwiseNeeds& ne
                        const Tensors& inputs, Tensors steps, const std::vector<bool>& wanted);
 
 // Runs all of a program in one kernel, for tensors of one kind of device, in C order. The room that has such kernels
-// registers them. Both functions return false and write nothing if they cannot run. `kept` and `results`: undefined if
-// not wanted.
+// registers them. Both functions return false and write nothing if they cannot run. `kept`, `results`: may be
+// undefined.
 struct PointwiseKernels {
   bool (*forward)(const PointwiseProgram& program, at::TensorList inputs, const at::Tensor& result,
                   const Tensors& kept);

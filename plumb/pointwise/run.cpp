@@ -73,8 +73,7 @@ PointwiseProgram without_kept(PointwiseProgram program) {
   return program;
 }
 
-// Results: the last step's, then those of the kept steps, which have a history of their own for the gradient of the
-// gradient.
+// Results: the last step's, then those of the kept steps, which have their own history for the second gradient.
 struct Pointwise : torch::autograd::Function<Pointwise> {
   static Tensors forward(torch::autograd::AutogradContext* context, at::TensorList inputs, std::string text) {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -166,8 +166,7 @@ void Recorder::prepare() {
   prepared_ = due_;
 }
 
-// Returns the tensors seen. The same model for several shapes is several graphs, and a tensor of one may be a tensor of
-// another.
+// Returns the tensors seen. A model for several shapes is several graphs; a tensor of one may be a tensor of another.
 std::vector<Recorder::Seen> Recorder::seen() const {
   std::vector<Seen> out;
   std::unordered_map<uint64_t, size_t> known;  // a tensor and its direction

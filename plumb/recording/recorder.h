@@ -27,8 +27,7 @@ namespace plumb {
 
 struct RecorderOptions {
   bool append = false;  // go on with a history that is there, after its last step
-  // With `append`: the step that the run goes on after, whatever step the history ends with; what it has of later ones
-  // is cut off.
+  // With `append`: the step that the run goes on after, whatever step the history ends with; later steps are cut off.
   std::optional<int64_t> after = {};
   bool part = false;  // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
 };

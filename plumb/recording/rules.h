@@ -57,8 +57,7 @@ struct RecordRules {
 
   // Returns one rule: every tensor and gradient, with histograms, every `every` steps.
   static RecordRules everything(int64_t every = 10);
-  // Strict: throws Error(InvalidArgument) that names file, line and key, and says what to write instead. `file` is for
-  // messages.
+  // Throws Error(InvalidArgument) that names file, line and key, and what to write instead. `file` is for messages.
   static RecordRules parse(std::string_view text, const std::string& file = "rules");
   // Throws Error(BadFile) if the file cannot be read.
   static RecordRules load(const std::filesystem::path& path);

@@ -224,8 +224,7 @@ class Checker {
     check_stage_actions();
   }
 
-  // REDUCE_GRAD after the stage's last weight gradient; computing only between UNSHARD and RESHARD where there are
-  // such.
+  // REDUCE_GRAD after the stage's last weight gradient; computing only between UNSHARD and RESHARD, if there are any.
   void check_stage_actions() {
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       const auto& row = schedule_.rows[rank];

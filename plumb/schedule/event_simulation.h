@@ -1,5 +1,4 @@
-// Simulates a schedule event by event, as far as it runs. Checker, simulator and lowering are built on it. Internal to
-// this room.
+// Simulates a schedule event by event, as far as it runs. Checker, simulator and lowering build on it. For this room.
 #pragma once
 
 #include <algorithm>

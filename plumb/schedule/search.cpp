@@ -147,8 +147,7 @@ class Player {
   std::priority_queue<Wake> queue_;
 };
 
-// A table as the order of kinds in every rank: microbatches follow from counting. Timed, then changed along its
-// critical path.
+// A table as the order of kinds in every rank; microbatches are counted. Timed, then changed along its critical path.
 class Orders {
  public:
   Orders(const std::vector<std::vector<Action>>& rows, int num_microbatches, const Costs& costs, double limit)

@@ -57,8 +57,7 @@ struct Simulation {
   double max_peak_memory() const;
 };
 
-// Throws Error(Schedule) for a table that cannot run to its end (check.h has the reason), Error(InvalidArgument) for
-// bad costs.
+// Throws Error(Schedule) for a table that cannot run to its end (see check.h), Error(InvalidArgument) for bad costs.
 Simulation simulate_schedule(const Schedule& schedule, const Costs& costs = {}, const StageEdges& edges = {});
 
 }  // namespace plumb

@@ -1,5 +1,4 @@
-// V schedules with controllable memory (arXiv 2405.15362): one microbatch's way through the V, repeated every six
-// ticks.
+// V schedules with controllable memory (arXiv 2405.15362): one microbatch's way through the V, every six ticks.
 //
 // With F = I = W = 1 a microbatch takes six ticks of every rank (two chunks), so blocks six ticks apart fill a rank
 // exactly if no two passes of a block fall on the same tick modulo six. How fast the passes move from rank to rank sets

@@ -12,8 +12,7 @@ std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<ExportedProgram>> load(c
   return {std::move(engine), std::move(program)};
 }
 
-// The engine's graph with what Python keeps beside it: inputs that may have one value only, outputs that are no
-// tensors.
+// The engine's graph with what Python keeps beside it: inputs that may have one value only, outputs without tensors.
 std::shared_ptr<GraphModule> with_values(const std::shared_ptr<GraphModule>& engine,
                                          const std::vector<c10::IValue>& inputs,
                                          const std::vector<c10::IValue>& outputs) {

@@ -179,12 +179,12 @@ void bind_graph_module(py::module_& m) {
            })
       .def_property_readonly(
           "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
-      .def_property("training", [](const GraphModule& g) { return g.is_training(); }, &GraphModule::set_made_in_training)
+      .def_property(
+          "training", [](const GraphModule& g) { return g.is_training(); }, &GraphModule::set_made_in_training)
       .def_property("mode_read_at", &GraphModule::mode_read_at, &GraphModule::set_mode_read_at,
                     "the line where the captured forward reads its training mode; empty if it does not")
       .def("state", [](const GraphModule& g) { return to_entries(g.state()); })
-      // Many at once: the module's own tables are made again for every change. The holder of its lock may wait for
-      // Python.
+      // Many at once: the module's own tables are made again for every change. Its lock's holder may wait for Python.
       .def("set_state", &GraphModule::set_state, FreeGil(), py::arg("tensors"))
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
       .def("run_passes", &run_steps, py::arg("steps"), py::arg("dump") = "");

@@ -13,8 +13,8 @@
 namespace plumb::python {
 namespace {
 
-// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
-// its run() otherwise.
+// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it,
+// and its run() otherwise.
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)

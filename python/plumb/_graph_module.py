@@ -119,8 +119,8 @@ class GraphModule(nn.Module):
     _made_how, _make_again = "the graph was captured", "capture again"
 
     def check_call(self) -> None:
-        """Raises `plumb.Error` if what the graph was made for besides its inputs is not there: mode, autocast, what the original
-        reads."""
+        """Raises `plumb.Error` if what the graph was made for besides its inputs has changed: mode, autocast,
+        attributes."""
         self.check_mode()
         if (now := enabled_autocast()) and not self._holds_casts():
             dtypes = ", ".join(f"{dtype} ({device})" for device, dtype in now)

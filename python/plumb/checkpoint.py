@@ -242,8 +242,7 @@ class Writer:
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Returns the saves done since the last call: step, folder, problem, bytes, and seconds waited, copied,
-        written."""
+        """Returns the saves since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
         return self._writer.take_reports()
 
 

@@ -8,6 +8,7 @@ import weakref
 import guarded_model
 import pytest
 import torch
+import torch.nn.functional as F
 from guarded_model import CHANGES, X
 from torch import nn
 
@@ -130,6 +131,20 @@ def test_a_forward_that_asks_for_its_mode_and_does_the_same_runs_in_both(tmp_pat
     plumb.save_pt2(graph, tmp_path / "rate.pt2")
     loaded = plumb.load_pt2(tmp_path / "rate.pt2")
     assert torch.equal(loaded.eval()(X), loaded.train()(X))
+
+    class Drops(Rate):  # the modes differ in what operators do alone
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+        def forward(self, x):
+            x = super().forward(self.dropout(self.norm(x)))
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+
+    for training in (True, False):
+        with pytest.raises(plumb.Error, match="cannot change to") as caught:
+            plumb.capture(Drops().train(training), X).train(not training)(X)
+        assert caught.value.where == "", "no line of the forward is the reason"
 
     class Constant(AsksMode):
         def forward(self, x):

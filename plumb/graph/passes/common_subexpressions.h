@@ -1,6 +1,6 @@
 // Computes once what is computed twice: nodes with equal operator, arguments and grad flag become one, if nothing
-// writes their inputs' memory in between or their results' memory afterwards. Two reads of one parameter or buffer
-// become one.
+// writes their inputs' memory in between or their results' memory afterwards. So do two reads of one parameter or
+// buffer.
 //
 // Left alone: random draws, uninitialized memory, two values that are both returned (the caller could tell them apart),
 // and values that may carry gradients: merged, their gradients would be summed before instead of after the operator's

@@ -291,8 +291,8 @@ class Functionaliser {
     return it->second.supported;
   }
 
-  // Returns the value that `v` is now: the root's newest value, or its view of it, made at `use` if the one there is
-  // stale.
+  // Returns the value that `v` is now: the root's newest value, or its view of it, made at `use` if there is no fresh
+  // one.
   Value* current(Area& a, Value* v, Node* use) {
     Value* rep = representative(v);
     if (rep == a.root) return a.current;

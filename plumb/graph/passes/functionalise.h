@@ -1,5 +1,4 @@
-// Turns writes into pure operators where nothing else can see the difference: `x += y` becomes an add to every later
-// pass.
+// Turns writes into pure operators where nothing else can see the difference: `x += y` becomes an add to later passes.
 //
 //   %a = aten::add_.Tensor(%x, %y)                    %a = aten::add.Tensor(%x, %y)          (%x: %a from here on)
 //   %s = aten::select.int(%x, 1, 0)                   %s = aten::select.int(%x, 1, 0)

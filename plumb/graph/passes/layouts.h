@@ -1,5 +1,4 @@
-// Views of results that may be laid out in memory otherwise than when the graph was made. For passes that replace
-// operators.
+// Views of results with another layout in memory than when the graph was made. For passes that replace operators.
 #pragma once
 
 #include "plumb/graph/graph.h"

@@ -68,7 +68,7 @@ class Table(NamedTuple):
             self.live[key] = value
 
     def differences(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, before, now) of slots with another object; with the key None all of a set, or of a list that has another
+        """(key, before, now) of slots with another object; with the key None all of a set, or of a list of another
         length."""
         if isinstance(self.live, dict):
             for key in [*self.before, *(k for k in self.live if k not in self.before)]:
@@ -166,8 +166,8 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
 
 
 def random_states() -> tuple[Tensor, Tensor | None]:
-    """Returns the states of torch's generators: the CPU's, and that of the current accelerator if there is one and it
-    was used."""
+    """Returns the states of torch's generators: the CPU's, and that of the current accelerator if there is one in use.
+    """
     device = torch.accelerator.current_accelerator()
     module = device and torch.get_device_module(device)
     used = module is not None and getattr(module, "is_initialized", lambda: True)()

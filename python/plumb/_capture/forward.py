@@ -28,7 +28,7 @@ from .call_sites import here
 from .custom_functions import opaque_functions
 from .guards import Guards, enabled_autocast
 from .left_tensors import LeftTensors
-from .next_call import path_of, refuse_other_paths, watched
+from .next_call import path_in_any_mode, refuse_other_paths, watched
 from .replacements import replaced
 from .tensor_reads import is_check, watched_grad_mode, watched_tensors
 from .torch_patches import INSIDE
@@ -252,7 +252,7 @@ def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: An
         for sub, training in modes:
             sub.training = training
     constants = [[tensor for _, kind, tensor, _ in e.state() if kind == CONSTANT] for e in (engine, other)]
-    return path_of(engine) == path_of(other) and all(map(torch.equal, *constants))
+    return path_in_any_mode(engine) == path_in_any_mode(other) and all(map(torch.equal, *constants))
 
 
 def signature(leaves: list) -> tuple:

@@ -4,6 +4,7 @@ would take another one."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
 from typing import Any, Callable, Iterator, NamedTuple
@@ -67,6 +68,39 @@ def watched(changes: list[Change]) -> Iterator[list[Read]]:
 def path_of(engine: Any) -> str:
     """Returns the text of the graph without the numbers of Python functions, which are new in every capture."""
     return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
+
+
+_MODES = ("train", "training", "dropout_p")  # arguments of operators that say the mode
+
+
+def path_in_any_mode(engine: Any) -> list:
+    """Returns the graph's operators and their arguments, without what an operator or its layout alone does in one mode only: arguments that
+    say the mode, the count of batches that a batch norm keeps in training, `contiguous`."""
+    known: dict[str, Any] = {}  # values by name, as the other mode may have other names
+
+    def plain(arg: Any) -> Any:
+        if isinstance(arg, tuple) and arg[:1] == ("value",):
+            return known[arg[1]]
+        return [plain(a) for a in arg] if isinstance(arg, (list, tuple)) else repr(arg)
+
+    path: list = []
+    for node in engine.graph.nodes:
+        if node.op not in ("get_attr", "placeholder", "call_function", "output"):
+            return [path_of(engine)]  # a nested graph
+        if node.op in ("get_attr", "placeholder"):
+            known[node.results[0].name] = node.target
+            continue
+        names = [name for name, _ in node.arg_names]
+        args = [plain(a) for a, name in itertools.zip_longest(node.args, names) if name not in _MODES]
+        counts = node.target == "aten::add_.Tensor" and str(args[0]).endswith("num_batches_tracked")
+        if counts or node.target == "aten::contiguous":
+            known[node.results[0].name] = args[0]
+            continue
+        if node.target == "plumb::python_function":
+            args = args[1:]  # its number is another one in every capture
+        path.append((node.target, args))
+        known.update({value.name: (len(path), i) for i, value in enumerate(node.results)})
+    return path
 
 
 def _reads_kept(kept: list[Change], again: Any, left: dict[str, Any]) -> bool:

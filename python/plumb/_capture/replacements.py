@@ -60,7 +60,7 @@ def _is_mirrored(operator: Any, func: Any) -> bool:
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """Calls of torch's own functions and Python's operators go to others, except for those that torch's functions make of one
+    """Redirects calls of torch's own functions and Python's operators, except those that torch's functions make of
     another."""
 
     def __init__(self, pairs: Replacements):

@@ -381,8 +381,8 @@ class CutPipe(Pipe):
         return merged
 
     def save_pt2(self, path: str | os.PathLike, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """Writes the undivided model as a ``.pt2`` file. Ranges of sizes and sample inputs of a file that it was cut
-        from are kept."""
+        """Writes the undivided model as a ``.pt2`` file. Keeps ranges of sizes and sample inputs of a file that it came
+        from."""
         save_pt2(self.merge(stage_states), path)
 
     # --- to look at ---

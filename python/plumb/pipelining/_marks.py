@@ -107,8 +107,8 @@ def unmarked_forward(module: nn.Module) -> Any:
 
 
 class Marks:
-    """Marks that `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes them off
-    again."""
+    """Marks that `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes them off.
+    """
 
     def __init__(self, added: list[tuple[nn.Module, SplitPoint]], names: dict[nn.Module, str]):
         self._added, self._names = added, names

@@ -21,8 +21,7 @@ from .utils import PassBackend
 
 
 class Metrics:
-    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward). Made of a tensor, or of
-    measurements."""
+    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward), made of either."""
 
     @dataclass
     class Data:
@@ -300,8 +299,7 @@ class ScaleTrackingAutogradFunction(torch.autograd.Function):
 
 
 def _is_float(node: fx.Node) -> bool | None:
-    """Returns whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if nobody
-    did."""
+    """Returns whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if unknown."""
     if "outputs_float_tensor" in node.meta:
         return node.meta["outputs_float_tensor"]
     notes = [node.meta[key] for key in ("val", "example_value", "tensor_meta") if key in node.meta]

@@ -148,8 +148,7 @@ def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
 
 
 def _takes_constraint(function: Any) -> bool:
-    """Returns whether it may be called without a constraint, as unit-scaled functions are after the last residual
-    add."""
+    """Returns whether it takes a constraint, which unit-scaled functions lose after the last residual add."""
     try:
         return "constraint" in inspect.signature(function).parameters
     except (TypeError, ValueError):
