@@ -15,6 +15,21 @@
 namespace plumb::python {
 namespace {
 
+// f() under the GIL for a stage of Python's, which notes an exception: it becomes the cause of the step's error. Signals
+// are looked for here, as Python does so only while its own code runs.
+template <typename F>
+auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
+  return with_gil([&] {
+    try {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      return f();
+    } catch (const py::error_already_set& error) {
+      stage->attr("note")(error.value());
+      throw;
+    }
+  });
+}
+
 // A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
 // its run() otherwise.
 class PyStage : public StageFunction {
@@ -29,9 +44,9 @@ class PyStage : public StageFunction {
   Tensors forward(const Tensors& inputs) override { return run(inputs, {}); }
 
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
-    const auto graph = in_python([&] { return stage_->attr("graph").cast<std::shared_ptr<GraphStage>>(); });
+    const auto graph = in_stage(stage_, [&] { return stage_->attr("graph").cast<std::shared_ptr<GraphStage>>(); });
     if (!graph) {
-      return in_python([&] {
+      return in_stage(stage_, [&] {
         py::dict sizes;
         for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
         return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
@@ -41,7 +56,7 @@ class PyStage : public StageFunction {
     for (const c10::IValue& v : graph->run_values({inputs.begin(), inputs.end()}, microbatch.sizes))
       values.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
     if (!is_last_) return values;
-    return in_python([&] { return stage_->attr("finish")(values, microbatch.index).cast<Tensors>(); });
+    return in_stage(stage_, [&] { return stage_->attr("finish")(values, microbatch.index).cast<Tensors>(); });
   }
 
   std::vector<NamedTensor> parameters() const override {
@@ -65,21 +80,6 @@ class PyStage : public StageFunction {
   }
 
  private:
-  // f() under the GIL. An exception becomes the cause of the step's error. Signals are looked for, as Python does so only
-  // while its own code runs.
-  template <typename F>
-  auto in_python(const F& f) {
-    return with_gil([&] {
-      try {
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-        return f();
-      } catch (const py::error_already_set& error) {
-        stage_->attr("note")(error.value());
-        throw;
-      }
-    });
-  }
-
   std::shared_ptr<py::object> stage_;
   bool own_work_, is_last_;
 };
