@@ -251,8 +251,9 @@ TEST(StageBytes, StagesAndTheirBytesKeepTheModeThatTheForwardReads) {
     EXPECT_FALSE(module->is_training());
     EXPECT_THAT(message_of([&] { module->train(); }), testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
   }
+  whole->set_made_in_training(true);
   whole->set_mode_read_at("");
-  deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->train();
+  deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->eval();
 }
 
 TEST(StageBytes, RefuseHeadersThatAreNestedDeep) {

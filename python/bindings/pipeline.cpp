@@ -13,8 +13,23 @@
 namespace plumb::python {
 namespace {
 
-// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it,
-// and its run() otherwise.
+// f() under the GIL for a stage of Python's, which notes an exception: it becomes the cause of the step's error. Signals
+// are looked for here, as Python does so only while its own code runs.
+template <typename F>
+auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
+  return with_gil([&] {
+    try {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      return f();
+    } catch (const py::error_already_set& error) {
+      stage->attr("note")(error.value());
+      throw;
+    }
+  });
+}
+
+// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
+// its run() otherwise.
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)
@@ -27,16 +42,19 @@ class PyStage : public StageFunction {
   Tensors forward(const Tensors& inputs) override { return run(inputs, {}); }
 
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
-    const auto graph = with_gil([&] {
-      note_interrupt();
-      return stage_->attr("graph").cast<std::shared_ptr<GraphStage>>();
-    });
-    if (!graph) return run_in_python(inputs, microbatch);
+    const auto graph = in_stage(stage_, [&] { return stage_->attr("graph").cast<std::shared_ptr<GraphStage>>(); });
+    if (!graph) {
+      return in_stage(stage_, [&] {
+        py::dict sizes;
+        for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
+        return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
+      });
+    }
     Tensors values;
     for (const c10::IValue& v : graph->run_values({inputs.begin(), inputs.end()}, microbatch.sizes))
       values.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
     if (!is_last_) return values;
-    return with_gil([&] { return stage_->attr("finish")(values, microbatch.index).cast<Tensors>(); });
+    return in_stage(stage_, [&] { return stage_->attr("finish")(values, microbatch.index).cast<Tensors>(); });
   }
 
   std::vector<NamedTensor> parameters() const override {
@@ -60,22 +78,6 @@ class PyStage : public StageFunction {
   }
 
  private:
-  Tensors run_in_python(const Tensors& inputs, const Microbatch& microbatch) {
-    return with_gil([&] {
-      py::dict sizes;
-      for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
-      return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
-    });
-  }
-
-  // Python looks for signals only while its own code runs, which a graph's forward is not.
-  void note_interrupt() {
-    if (PyErr_CheckSignals() == 0) return;
-    py::error_already_set interrupt;
-    stage_->attr("note")(interrupt.value());
-    throw interrupt;
-  }
-
   std::shared_ptr<py::object> stage_;
   bool own_work_, is_last_;
 };
