@@ -136,6 +136,8 @@ TEST(LineChart, ComparesAMeanWithWhatIsMeasuredRarely) {
 TEST(LineChart, SaysThePeakOfARate) {
   EXPECT_EQ(conclusion(LineChart{.curves = {{"rate", {0.001, 0.003, 0.002, 0}, {1, 10, 20, 30}}}, .peak = true}),
             "**rate** ends at 0 and began at 0.001; its peak is 0.003, at step 10.");
+  EXPECT_EQ(conclusion(LineChart{.curves = {{"rate", {0.3, 0.3}, {1, 2}}}, .peak = true}),
+            "**rate** is 0.3 at every step.");
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 
 #include "plumb/autograd/recompute_recipe.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/recompute_facts.h"
 
@@ -400,8 +401,8 @@ void note_operators(torch::Library& library, std::string_view space) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) { note_operators(m, "aten"); }
-TORCH_LIBRARY_IMPL(plumb, TESTING_ONLY_GenericWrapper, m) { note_operators(m, "plumb"); }
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, PLUMB_RECOMPUTE_KEY, m) { note_operators(m, "aten"); }
+TORCH_LIBRARY_IMPL(plumb, PLUMB_RECOMPUTE_KEY, m) { note_operators(m, "plumb"); }
+TORCH_LIBRARY_IMPL(_, PLUMB_RECOMPUTE_KEY, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 }  // namespace plumb

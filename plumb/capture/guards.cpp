@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {
@@ -160,7 +161,7 @@ bool Guards::guard_value_read(const RecordedArg& arg, const at::Tensor& tensor, 
 at::Tensor Guards::guard_values(const at::Tensor& tensor) {
   constexpr int64_t kMost = 4096;
   if (!attempt_.mode.guard_values || tensor.numel() > kMost || tensor.is_meta()) return {};
-  c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
   const int value = recorder_.look_up(tensor, "tolist");
   if (recorder_.values[value].from_constants) return {};
   note_control_value(RecordedArg{value}, tensor);

@@ -12,9 +12,6 @@
 
 namespace plumb {
 
-// A mode key above autograd, autocast and the composite operators that nothing else uses: calls are seen as written.
-constexpr auto kCaptureKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
-
 class Session {
  public:
   Session(const CaptureRequest& request, Attempt& attempt);

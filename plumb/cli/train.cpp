@@ -49,71 +49,71 @@ class Printer {
                 << std::endl;
   }
 
-  void operator()(const nlohmann::json& event) {
-    const auto has = [&](const char* key) { return event.contains(key); };
-    const auto text = [&](const char* key) {
-      return event[key].is_string() ? event[key].get<std::string>() : event[key].dump();
-    };
-    // JSON has no NaN: other ranks send null.
-    const auto value = [&](const char* key) {
-      return event[key].is_number() ? event[key].get<double>() : std::nan("");
-    };
-    if (has("saved") || has("checkpoint")) note_saved();
-    const char* problem = nullptr;
-    for (const char* key : {"checkpoint_problem", "problem", "why"}) problem = has(key) ? key : problem;
+  void operator()(const TrainEvent& event) {
+    if (std::holds_alternative<event::Saved>(event) || std::holds_alternative<event::CheckpointWritten>(event))
+      note_saved();
+    const std::string* problem = problem_of(event);
     if (quiet_ && problem == nullptr) return;
-    if (json_) return say(std::cout, event.dump());
-    if (problem != nullptr) return say(std::cerr, "plumb: " + text(problem));
-    if (has("options")) {
-      if (print_options_) std::cerr << text("options");
-    } else if (has("group")) {
-      // A comment of TOML: what is printed before the first step can be kept as a file for --config.
-      say(std::cerr, "# group " + text("group") + ": " + join(event["parameters"].get<std::vector<std::string>>()));
-    } else if (has("eval")) {
-      const double loss = value("eval_loss");
-      say(std::cout, "evaluation after step " + text("eval") + ": loss " + number(loss) + ", perplexity " +
-                         short_number(std::exp(loss)) + ", " + text("eval_targets") + " targets");
-    } else if (has("dumped")) {
-      say(std::cout, "dumped the step to " + text("dumped"));
-    } else if (has("resumed")) {
-      const bool done = has("steps") && event["resumed"] == event["steps"];
-      say(std::cout, done ? "all " + text("steps") + " steps were done before, in " + text("folder") +
-                                ": nothing is trained (more --steps go on, --no-resume begins anew)"
-                          : "goes on after step " + text("resumed") + " from " + text("folder"));
-    } else if (has("checkpoint")) {
-      say(std::cout, "wrote " + text("folder"));
-    } else if (has("interrupted")) {
-      say(std::cout, "interrupted: step " + text("interrupted") + "/" + text("steps") + " was the last");
-    } else if (has("saved")) {
-      say(std::cout, "saved " + text("saved"));
-    } else if (has("drew")) {
-      say(std::cout, "drew " + text("drew") + "  bubble " + percent(event["bubble"]) + "\n" + text("conclusion"));
-    } else if (has("learning_rates")) {
-      say(std::cout, "# learning rates: " + text("learning_rates"));
-    } else if (has("step")) {
-      const std::string tail = "  loss " + number(value("loss")) + "  norm " + short_number(value("norm")) + "  lr " +
-                               short_number(value("lr")) + speed(event);
-      const int64_t step = event["step"];
-      if (!bar_ && step % every_ != 0 && step != event["steps"].get<int64_t>()) return;
-      if (!bar_) return say(std::cout, "step " + text("step") + "/" + text("steps") + tail);
-      std::cout << "\r" << bar_text(event["step"], event["steps"]) << tail << "\x1b[K" << std::flush;
-      open_ = true;
-    }
+    if (json_) return say(std::cout, to_json(event).dump());
+    if (problem != nullptr) return say(std::cerr, "plumb: " + *problem);
+    std::visit([this](const auto& e) { show(e); }, event);
   }
 
  private:
-  // "  0.12 s a step, 17000 tokens/s, 0.4 GB, 1 min 20 s left": of the steps after the first, which also makes what
-  // later ones find made.
-  std::string speed(const nlohmann::json& event) {
-    const int step = event["step"], steps = event["steps"];
-    const double seconds = event["seconds"], memory = event["memory"];
-    if (first_step_ == 0 || step <= last_step_) first_step_ = step, first_seconds_ = seconds;  // a new start
-    last_step_ = step;
-    const double each = step == first_step_ ? seconds : (seconds - first_seconds_) / (step - first_step_);
+  // Returns null for an event that is no problem.
+  static const std::string* problem_of(const TrainEvent& event) {
+    if (const auto* e = std::get_if<event::CheckpointProblem>(&event)) return &e->problem;
+    if (const auto* e = std::get_if<event::LogProblem>(&event)) return &e->problem;
+    if (const auto* e = std::get_if<event::Restarted>(&event)) return &e->why;
+    return nullptr;
+  }
+
+  void show(const event::Started& e) {
+    if (print_options_) std::cerr << e.options;
+  }
+  // A comment of TOML: what is printed before the first step can be kept as a file for --config.
+  void show(const event::Group& e) { say(std::cerr, "# group " + e.group + ": " + join(e.parameters)); }
+  void show(const event::OwnRates& e) { say(std::cout, "# learning rates: " + e.why); }
+  void show(const event::Resumed& e) {
+    say(std::cout, e.steps == e.step ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
+                                                ": nothing is trained (more --steps go on, --no-resume begins anew)")
+                                     : c10::str("goes on after step ", e.step, " from ", e.folder));
+  }
+  void show(const event::Stepped& e) {
+    const std::string tail =
+        "  loss " + number(e.loss) + "  norm " + short_number(e.norm) + "  lr " + short_number(e.lr) + speed(e);
+    if (!bar_ && e.step % every_ != 0 && e.step != e.steps) return;
+    if (!bar_) return say(std::cout, c10::str("step ", e.step, "/", e.steps, tail));
+    std::cout << "\r" << bar_text(static_cast<int>(e.step), static_cast<int>(e.steps)) << tail << "\x1b[K"
+              << std::flush;
+    open_ = true;
+  }
+  void show(const event::Evaluated& e) {
+    say(std::cout, c10::str("evaluation after step ", e.step, ": loss ", number(e.loss), ", perplexity ",
+                            short_number(std::exp(e.loss)), ", ", e.targets, " targets"));
+  }
+  void show(const event::CheckpointWritten& e) { say(std::cout, "wrote " + e.folder); }
+  void show(const event::Interrupted& e) {
+    say(std::cout, c10::str("interrupted: step ", e.step, "/", e.steps, " was the last"));
+  }
+  void show(const event::Saved& e) { say(std::cout, "saved " + e.path); }
+  void show(const event::Dumped& e) { say(std::cout, "dumped the step to " + e.folder); }
+  void show(const event::Drew& e) {
+    say(std::cout, "drew " + e.path + "  bubble " + percent(e.bubble) + "\n" + e.conclusion);
+  }
+  void show(const auto&) {}  // for --json only
+
+  // Returns "  0.12 s a step, 17000 tokens/s, 0.4 GB, 1 min 20 s left". The first step is left out of the mean: it also
+  // makes what later steps find made.
+  std::string speed(const event::Stepped& e) {
+    if (first_step_ == 0 || e.step <= last_step_) first_step_ = e.step, first_seconds_ = e.seconds;  // a new start
+    last_step_ = e.step;
+    const auto steps = static_cast<double>(e.step - first_step_);
+    const double each = steps == 0 ? e.seconds : (e.seconds - first_seconds_) / steps;
     std::string text = "  " + short_number(each) + " s a step";
-    if (event.contains("tokens")) text += ", " + rate_text(event["tokens"].get<double>() / each) + " tokens/s";
-    if (memory > 0) text += ", " + short_number(memory / 1e9) + " GB";
-    if (step < steps) text += ", " + duration_text(each * (steps - step)) + " left";
+    if (e.tokens) text += ", " + rate_text(static_cast<double>(*e.tokens) / each) + " tokens/s";
+    if (e.memory > 0) text += ", " + short_number(e.memory / 1e9) + " GB";
+    if (e.step < e.steps) text += ", " + duration_text(each * static_cast<double>(e.steps - e.step)) + " left";
     return text;
   }
 
@@ -127,7 +127,7 @@ class Printer {
   const int64_t every_;
   bool open_ = false;
   double first_seconds_ = 0;
-  int first_step_ = 0, last_step_ = 0;
+  int64_t first_step_ = 0, last_step_ = 0;
 };
 
 // Returns this process's own arguments.
@@ -169,12 +169,12 @@ int launch(const TrainOptions& o) {
   launch.arguments = own_arguments();
   if (!o.json) launch.arguments.push_back("--json");
   launch.on_line = [&](int rank, bool is_stderr, const std::string& line) {
-    auto event = is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false);
-    if (event.contains("options")) event["options"] = to_toml(o);  // the user's, without --json
-    if (event.contains("interrupted")) interrupted_by = event.value("signal", 0);
-    if (event.contains("resumed")) interrupted_by = 0;
-    if (event.is_object()) {
-      print(event);
+    auto event = event_from_json(is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false));
+    if (event) {
+      if (auto* e = std::get_if<event::Started>(&*event)) e->options = to_toml(o);  // the user's, without --json
+      if (const auto* e = std::get_if<event::Interrupted>(&*event)) interrupted_by = e->signal;
+      if (std::holds_alternative<event::Resumed>(*event)) interrupted_by = 0;
+      print(*event);
     } else {
       std::cerr << (rank < 0 ? "[spare] " : c10::str("[rank ", rank, "] ")) << line << std::endl;
     }
@@ -186,10 +186,9 @@ int launch(const TrainOptions& o) {
   launch.patience_with_stopped = launch.patience_with_silent = std::chrono::seconds(o.patience);
   int64_t lost = 0;
   launch.on_lost = [&](int rank, const ProcessEnd& end, const std::string& instead) {
-    print({{"restart", ++lost},
-           {"of", o.max_restarts},
-           {"rank", rank},
-           {"why", c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")}});
+    ++lost;
+    print(event::Restarted{lost, o.max_restarts, rank,
+                           c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")});
   };
   if (o.recut) launch.fewer = [&](int left) { return fewer_processes(o, left); };
   const LaunchResult result = launch_local(launch);

@@ -85,10 +85,6 @@ std::vector<std::string> every_kind_of_kernel() {
     }
     texts.push_back(forward_text(program, std::vector<bool>(5, true), carrier, pack));
     texts.push_back(backward_text(program, pointwise_needs(program, all), all, carrier, pack));
-    for (const bool gradient : {false, true}) {
-      texts.push_back(softmax_text(carrier, pack, gradient));
-      texts.push_back(rms_norm_text(carrier, kernel::kFloat32, pack, gradient));
-    }
   }
   return texts;
 }

@@ -15,6 +15,9 @@ class Driver {
   // "sm_90", of device `index`.
   std::string architecture(int index) const;
 
+  // Returns "13000": the newest CUDA that it serves.
+  std::string version() const;
+
   // Returns a function of a binary, for device `index`; it stays loaded. Throws Error(ExecutionFailed) with the
   // driver's reason.
   void* load(int index, const std::vector<char>& binary, const char* name) const;
@@ -37,6 +40,7 @@ class Driver {
   int (*error_)(int, const char**);
   int (*device_)(int*, int);
   int (*attribute_)(int*, int, int);
+  int (*version_)(int*);
   int (*current_)(void**);
   int (*retain_)(void**, int);
   int (*set_current_)(void*);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -38,18 +39,21 @@ class Emulator : public Machine {
     return at->second.run ? &at->second : nullptr;
   }
 
+  bool checks_kernels() override { return checks && compiled; }
+
   void start(void* kernel, int64_t blocks, void** arguments) override {
     if (blocks < 1 || blocks > INT32_MAX)
       throw std::runtime_error("no GPU starts " + std::to_string(blocks) + " blocks");
     ++started;
-    static_cast<Kernel*>(kernel)->run(arguments, blocks);
+    const auto run = [&] { static_cast<Kernel*>(kernel)->run(arguments, blocks); };
+    instead ? instead(run, arguments) : run();
   }
 
   void compile() {
     const std::string source = folder_ + "/kernels.cpp", library = folder_ + "/kernels.so";
     std::ofstream out(source);
-    out << "#include \"plumb/cuda/pass.cuh\"\n#include \"plumb/cuda/blocks.cuh\"\n#include "
-           "\"plumb/cuda/rows.cuh\"\n#include \"plumb/cuda/dropout.cuh\"\n"
+    out << "#include \"plumb/cuda/pass.cuh\"\n#include \"plumb/cuda/blocks.cuh\"\n"
+           "#include \"plumb/cuda/dropout.cuh\"\n"
         << "#include <type_traits>\n#include <utility>\n#define __global__\n#define __grid_constant__\n"
         << "#define __launch_bounds__(n)\n"
         << "extern \"C\" bool backwards = false;\n"
@@ -89,7 +93,9 @@ class Emulator : public Machine {
   void run_backwards(bool wanted) { *backwards_ = wanted; }
 
   int declined = 0, started = 0;  // since compile()
-  bool compiled = false;
+  bool compiled = false, checks = false;
+  // Runs in the place of a kernel, if it is not empty: the kernel, its blocks, its arguments.
+  std::function<void(const std::function<void()>& run, void** arguments)> instead;
 
  private:
   using Run = void (*)(void**, int64_t);

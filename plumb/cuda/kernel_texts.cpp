@@ -84,14 +84,4 @@ std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block,
                     bool_name(length % block.size == 0), way_names(rounding)});
 }
 
-std::string softmax_text(kernel::Carrier carrier, int pack, bool gradient) {
-  return kernel_of("rows.cuh", "SoftmaxArguments", gradient ? "softmax_gradient" : "softmax",
-                   {type_name(carrier), std::to_string(pack)});
-}
-
-std::string rms_norm_text(kernel::Carrier carrier, kernel::Carrier weight, int pack, bool gradient) {
-  return kernel_of("rows.cuh", "RmsNormArguments", gradient ? "rms_norm_gradient" : "rms_norm",
-                   {type_name(carrier), type_name(weight), std::to_string(pack)});
-}
-
 }  // namespace plumb::cuda

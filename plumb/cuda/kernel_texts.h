@@ -24,10 +24,6 @@ std::string largest_text(kernel::Carrier carrier, int pack);
 std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block, int64_t length,
                         const kernel::RoundingSpec& rounding);
 
-// rows.cuh; `weight`: the type of the norm's weight.
-std::string softmax_text(kernel::Carrier carrier, int pack, bool gradient);
-std::string rms_norm_text(kernel::Carrier carrier, kernel::Carrier weight, int pack, bool gradient);
-
 // "Half", as element.h has it.
 const char* type_name(kernel::Carrier carrier);
 

@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/recompute_facts.h"
 #include "tests/message_of.h"
@@ -324,7 +325,7 @@ TEST(Table, OperatorsThatABackwardComputesAgainAreThereOnceAndGiveATensorFirst) 
       const auto op = c10::Dispatcher::singleton().findSchema({std::string(facts.space) + "::" + name.substr(0, dot),
                                                                dot == std::string::npos ? "" : name.substr(dot + 1)});
       ASSERT_TRUE(op) << full << " is no operator: does its overload have a name?";
-      EXPECT_TRUE(op->hasKernelForDispatchKey(c10::DispatchKey::TESTING_ONLY_GenericWrapper)) << full;
+      EXPECT_TRUE(op->hasKernelForDispatchKey(kRecomputeKey)) << full;
       EXPECT_FALSE(op->schema().is_mutable() && facts.cheap) << full << " writes";
       EXPECT_FALSE(op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
                    !op->hasKernelForDispatchKey(c10::DispatchKey::CPU))

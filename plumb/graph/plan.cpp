@@ -11,9 +11,9 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/node_seeds.h"
 #include "plumb/graph/operator_facts.h"
-#include "plumb/graph/recompute_facts.h"
 
 namespace plumb {
 namespace {

@@ -302,7 +302,7 @@ std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& s
 std::optional<Conflict> find_conflict(const Graph& graph, const MemorySets& memory, const Assignment& a) {
   auto stage = [&](const Node* node) {
     auto it = a.stage.find(node);
-    return it == a.stage.end() ? PortSource::kPipelineInput : it->second;
+    return it == a.stage.end() ? ValueSource::kModelInput : it->second;
   };
   for (const MemorySets::Set& set : memory.written()) {
     std::map<int, const Node*> writers;  // stage -> a writer there

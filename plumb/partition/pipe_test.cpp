@@ -59,8 +59,8 @@ TEST(Pipe, RunsTheWorkOfAnyCallerOfTheTable) {
   for (int s = 0; s < table.num_stages(); ++s) {
     std::vector<c10::IValue> in;
     for (const auto& port : table.stages[s].inputs) {
-      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index]
-                                                   : made[port.source.stage][port.source.index]);
+      in.push_back(port.source.is_model_input() ? inputs[port.source.index]
+                                                : made[port.source.stage][port.source.index]);
     }
     made.push_back(pipe->stage(s)->run(in));
   }
@@ -174,8 +174,8 @@ TEST(StageBytes, AStageComesBackWhole) {
     }
     std::vector<c10::IValue> in;
     for (const auto& port : package.table.stages[s].inputs) {
-      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index]
-                                                   : made[port.source.stage][port.source.index]);
+      in.push_back(port.source.is_model_input() ? inputs[port.source.index]
+                                                : made[port.source.stage][port.source.index]);
     }
     made.push_back(package.module->run(in));
   }
@@ -252,8 +252,9 @@ TEST(StageBytes, StagesAndTheirBytesKeepTheModeThatTheForwardReads) {
     EXPECT_THAT(message_of([&] { module->train(); }),
                 testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
   }
+  whole->set_made_in_training(true);
   whole->set_mode_read_at("");
-  deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->train();
+  deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->eval();
 }
 
 TEST(StageBytes, RefuseHeadersThatAreNestedDeep) {

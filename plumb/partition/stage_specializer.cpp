@@ -12,6 +12,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/move.h"
 
@@ -63,7 +64,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
     stages.pop_back();
     if (!seen.insert(s).second) continue;
     for (const StageInputPort& port : table.stages[s].inputs) {
-      if (port.source.is_pipeline_input()) {
+      if (port.source.is_model_input()) {
         found.insert(port.source.index);
       } else {
         stages.push_back(port.source.stage);
@@ -241,7 +242,7 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
     // cheap results.
     const c10::InferenceMode outside(false);
     const at::AutoGradMode grad(true);
-    const c10::impl::ExcludeDispatchKeyGuard unnoticed(c10::DispatchKey::TESTING_ONLY_GenericWrapper);
+    const c10::impl::ExcludeDispatchKeyGuard unnoticed(kRecomputeKey);
     struct Restore {
       Ambient before = Ambient::now();
       ~Restore() { before.set(); }

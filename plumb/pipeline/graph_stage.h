@@ -15,10 +15,6 @@
 
 namespace plumb {
 
-// Returns the runtime's picture of a pipe: where values come from, which sizes of the model's inputs it was cut for,
-// and which parameters are copies of each other.
-PipelineLayout make_layout(const PipeTable& table);
-
 // A stage's graph. Values that are no tensors cross as 0-dim tensors (pack_value).
 //
 // With a `specializer` it runs a graph of its own for every sizes of the model's inputs that come. Without one it takes

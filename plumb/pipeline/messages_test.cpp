@@ -7,12 +7,13 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/message.h"
-#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/message_tags.h"
 #include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/transport_state.h"
+#include "plumb/pipeline/models_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 
@@ -345,11 +346,11 @@ class Liar {
       if (lie == "parts") p.total_bytes = 5000;
       seal_again(message);
     }
-    send(message, kFirstTag);
+    send(message, MessageTags(0).message(0));
     if (lie != "parts") return;
     p.microbatch = 2;
     seal_again(message);
-    send(message, kFirstTag + kFirstOfSecondParts + wire::size_class(5000) * kPositions);
+    send(message, MessageTags(0).second_part(wire::size_class(5000), 0));
   }
 
   static wire::Prologue prologue() {
@@ -364,7 +365,7 @@ class Liar {
 
   void send(const at::Tensor& message, int tag) {
     std::vector<at::Tensor> tensors{message};
-    group_.state().backend->send(tensors, 0, tag)->wait();
+    group_.backend()->send(tensors, 0, tag)->wait();
   }
 
   ProcessGroup group_;

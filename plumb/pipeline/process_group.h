@@ -39,12 +39,31 @@ class ProcessGroup {
   // Returns the device whose values travel through a backend of its own.
   std::optional<c10::Device> device() const;
 
-  // The state behind; `group_state.h` for this room.
+  // --- for messages (transport.h, broadcast.h) ---
+  // Null: one process alone.
+  const c10::intrusive_ptr<c10d::Backend>& backend() const;
+  // What values on device() go through. Null: all values are staged through backend().
+  const c10::intrusive_ptr<c10d::Backend>& device_backend() const;
+  // Carries error texts between ranks. May be null.
+  const c10::intrusive_ptr<c10d::Store>& store() const;
+  bool launcher_serves_store() const;
+  // Returns another number for each caller.
+  int take_tag_range() const;
+  // Why the group takes no more messages: a peer is lost. Null: it takes some.
+  const std::string* failure() const;
+  void set_failure(const std::string& why) const;
+  // Buffers of messages that were under way when the group failed: Gloo may still write into them, so they go after it.
+  void keep_until_closed(std::shared_ptr<void> buffers) const;
+
   struct State;
   explicit ProcessGroup(std::shared_ptr<State> state);
-  State& state() const { return *state_; }
 
  private:
+  friend ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
+  friend ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+                                std::chrono::milliseconds timeout);
+  friend ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                                  std::chrono::milliseconds timeout);
   std::shared_ptr<State> state_;
 };
 
@@ -98,6 +117,10 @@ ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 // (no_sigpipe.h) lives, or a lost peer ends the process by that signal. Groups that plumb makes never raise it.
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::milliseconds timeout = std::chrono::seconds(60));
+// As use_group(), for callers that use a group more than once: its backend's messages share one range of tags after
+// another, and what failed stays failed. `world`: the number of each rank among all processes.
+ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                         std::chrono::milliseconds timeout);
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
                          std::chrono::milliseconds timeout = std::chrono::seconds(60));
 

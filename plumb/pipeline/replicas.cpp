@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 
 #include "plumb/core/error.h"
@@ -33,10 +32,6 @@ at::Tensor on_device_of(const at::Tensor& of, const at::Tensor& value) {
 }
 
 }  // namespace
-
-double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                          const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,

@@ -25,9 +25,6 @@
 
 namespace plumb {
 
-// Seconds on the clock of time lines.
-double seconds_now();
-
 class ReplicaSums {
  public:
   // Blocks until all replicas have come. `description`: of layout and schedule, the same on all. `parameters`: of this

@@ -88,6 +88,8 @@ struct StepResult {
   std::vector<Tensors> input_grads;
 };
 
+class StepRunner;
+
 class Pipeline {
  public:
   // `stages`: the stages this rank holds in the schedule's placement, no more and no fewer. The schedule is taken
@@ -144,7 +146,7 @@ class Pipeline {
   StepDriver driver();
 
  private:
-  std::unique_ptr<PipelineState> state_;
+  std::unique_ptr<StepRunner> runner_;
 };
 
 }  // namespace plumb

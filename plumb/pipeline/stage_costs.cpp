@@ -130,7 +130,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       Tensors values;
       std::vector<bool> wants;
       for (const StageInputPort& port : pipe.stage_inputs(s)) {
-        if (port.source.is_pipeline_input()) {
+        if (port.source.is_model_input()) {
           const c10::IValue& value = inputs.at(port.source.index);
           values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
           wants.push_back(false);

@@ -8,7 +8,6 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/wiring.h"
 #include "plumb/schedule/generators.h"
 #include "tests/test_device.h"
 

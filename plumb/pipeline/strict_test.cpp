@@ -11,7 +11,7 @@
 #include <sstream>
 #include <thread>
 
-#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/models_testing.h"
 #include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/stage_costs.h"
@@ -234,8 +234,8 @@ std::string said(const std::function<void()>& call) {
 // The backend itself: rank 1 posts its receive late, then both send first.
 Role backend_role("strict backend", [] {
   const auto group = test_group(std::chrono::seconds(60));
-  auto& backend = *group.state().device_backend;
-  auto& gloo = *group.state().backend;
+  auto& backend = *group.device_backend();
+  auto& gloo = *group.backend();
   const int other = 1 - group.rank();
   Tensors x{at::full({4}, group.rank() + 1, at::device(test_device()).dtype(at::kByte))};
   Tensors y{at::zeros({4}, at::device(test_device()).dtype(at::kByte))}, on_cpu{at::zeros({4})};
@@ -273,8 +273,8 @@ Role backend_role("strict backend", [] {
 // Memory that a receive fills is touched, and let go, before anybody has waited for it.
 Role memory_role("memory of transfers", [] {
   const auto group = test_group(std::chrono::seconds(60));
-  auto& backend = *group.state().device_backend;
-  auto& gloo = *group.state().backend;
+  auto& backend = *group.device_backend();
+  auto& gloo = *group.backend();
   Tensors token{at::zeros({1})};
   if (group.rank() == 1) {
     gloo.recv(token, 0, 7)->wait();

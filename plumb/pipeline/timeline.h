@@ -31,4 +31,7 @@ Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages);
 // Returns the share of ranks times makespan in which ranks did not compute.
 double measured_bubble(const std::vector<TimelineEvent>& events);
 
+// Seconds on the clock of time lines.
+double seconds_now();
+
 }  // namespace plumb

@@ -14,7 +14,7 @@
 // the values that the caller of receive() expects.
 //
 // If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through
-// that backend (transport_direct.cpp), where the plan has an order for them.
+// that backend (direct_messages.h), where the plan has an order for them.
 //
 // Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
 // action waited for which message. After a fault the process group takes no more messages.

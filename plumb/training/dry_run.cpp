@@ -38,14 +38,6 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   return needs;
 }
 
-nlohmann::json to_json(const TrainNeeds& needs) {
-  nlohmann::json ranks = nlohmann::json::array();
-  for (const RankNeeds& r : needs.ranks) {
-    ranks.push_back({{"stages", r.stages}, {"parameters", r.parameters}, {"resident", r.resident}, {"peak", r.peak}});
-  }
-  return {{"dry_run", needs.seconds}, {"bubble", needs.bubble}, {"rows", needs.rows}, {"ranks", ranks}};
-}
-
 std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
   Table table{{"rank", "stages", "parameters", "weights and optimizer", "peak memory"}, {}};
   for (size_t rank = 0; rank < needs.ranks.size(); ++rank) {

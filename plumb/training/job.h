@@ -11,6 +11,7 @@
 #include "plumb/pipeline/runtime.h"
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/batches.h"
+#include "plumb/training/events.h"
 #include "plumb/training/fault.h"
 #include "plumb/training/gradients.h"
 #include "plumb/training/options.h"
@@ -19,8 +20,8 @@ namespace plumb {
 
 // Callbacks while a training runs; all may be empty.
 struct TrainHooks {
-  // Everything the help of --json lists. From rank 0, and {stage, recompute} from each of the first pipeline's ranks.
-  std::function<void(const nlohmann::json& event)> event = {};
+  // Called on rank 0; with event::Recomputed on each rank of the first pipeline.
+  std::function<void(const TrainEvent& event)> event = {};
   // The work before the first step, by name: "reading model.pt2".
   std::function<void(const std::string& what)> phase = {};
   // After each action of a step on rank 0.

@@ -100,7 +100,8 @@ class Training : public testing::Test {
   static Told run(const TrainOptions& options, std::shared_ptr<GraphModule> module = nullptr) {
     Told told;
     told.module = module;
-    Trainer trainer(options, {.event = [&](const nlohmann::json& e) { told.events.push_back(e); }}, {module, nullptr});
+    Trainer trainer(options, {.event = [&](const TrainEvent& e) { told.events.push_back(to_json(e)); }},
+                    {module, nullptr});
     told.result = trainer.run();
     return told;
   }

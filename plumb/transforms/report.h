@@ -2,6 +2,7 @@
 // nodes were left alone and why. Printable as text and as JSON.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -35,6 +36,11 @@ struct ReportEntry {
   std::optional<double> tau;
   std::string reason;
   bool asked = false;  // the caller's map of operators wanted it, no rule
+
+  // The texts that may be empty, by the names of their fields in JSON and Python.
+  std::array<std::pair<const char*, std::string_view>, 5> texts() const {
+    return {{{"module", module}, {"source", source}, {"from", from}, {"to", to}, {"reason", reason}}};
+  }
 };
 
 class Report {

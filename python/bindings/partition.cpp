@@ -10,6 +10,7 @@
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
 #include "plumb/partition/stage_specializer.h"
+#include "report.h"
 
 namespace plumb::python {
 namespace {
@@ -141,7 +142,7 @@ void bind_pipe_table(py::module_& m) {
                                for (const PipelineOutput& o : t.outputs) outputs.emplace_back(o.port, o.constant);
                                return outputs;
                              })
-      .def("wire_report", [](const PipeTable& t) { return wire_report(t).to_json(); })
+      .def("wire_report", [](const PipeTable& t) { return to_python(wire_report(t)); })
       .def("to_json", &PipeTable::to_json)
       .def(py::pickle([](const PipeTable& table) { return table.to_json(); },
                       [](const std::string& text) { return std::make_shared<PipeTable>(PipeTable::from_json(text)); }))

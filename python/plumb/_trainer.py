@@ -140,14 +140,12 @@ class Trainer:
         at = f"step {self._done['step']} of {self._done['steps']}" + (f", loss {loss:.4g}" if loss is not None else "")
         return at if self._trainer is not None else f"ended at {at}"
 
-    def _tell(self, text: str) -> None:
-        event = json.loads(text)
-        if "step" in event and "steps" in event:
+    def _tell(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "step":
             self._done = event
             if self._progress is not None:
                 self._progress.step(event)
-        name = next((method for key, method in _METHODS.items() if key in event), "on_event")
-        method = getattr(self._hooks, name, None)
+        method = getattr(self._hooks, _METHODS.get(kind, "on_event"), None)
         if method is not None:
             method(event)
         elif problem := event.get("problem", event.get("checkpoint_problem")):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining  # noqa: F401  (its mark)
 import torch.multiprocessing as mp
 from plumb.pipelining import (
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     deserialize_stage,
     pipe_split,
@@ -126,6 +128,21 @@ def test_a_step_runs_the_graphs_of_cut_stages_without_python(monkeypatch):
     assert entered == []
     stages[1].submod.forward = lambda value: value * 0
     assert not schedule.step(x, target=x).any(), "a forward that was set is called"
+
+
+def test_an_interrupt_ends_a_step_whose_forwards_are_graphs_alone():
+    x = torch.randn(256, 8)
+    stage = pipeline(nn.Sequential(nn.Linear(8, 8)), (x[:1],)).build_stage(0, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 256)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(5):  # wherever it comes
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.003 * i)
+                while True:
+                    schedule.eval(x)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_stages_refuse_the_mode_that_they_were_not_cut_in():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections import OrderedDict
@@ -397,7 +396,7 @@ class CutPipe(Pipe):
 
     def wire_report(self) -> Report:
         """The values that cross between stages, their formats and bytes of one microbatch; the title has the sum."""
-        return Report([json.loads(self._engine.table.wire_report())])
+        return Report([self._engine.table.wire_report()])
 
     def cost_report(self) -> str:
         """Returns a table of what every stage costs, estimated from shapes: time, messages, memory."""

@@ -127,19 +127,11 @@ class EngineStage:
         return [(self._names[id(parameter)], parameter) for _, parameter in self._stage.summed_parameters()]
 
     def run(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
-        try:
-            return self._stage._run_function(inputs, microbatch, sizes)
-        except BaseException as error:
-            self.note(error)
-            raise
+        return self._stage._run_function(inputs, microbatch, sizes)
 
     def finish(self, values: Values, microbatch: int) -> Values:
         """Hands over what the graph of the last stage returned. Returns the microbatch's loss, if there is one."""
-        try:
-            return self._stage._step.finish(values[0] if len(values) == 1 else tuple(values), microbatch)
-        except BaseException as error:
-            self.note(error)
-            raise
+        return self._stage._step.finish(values[0] if len(values) == 1 else tuple(values), microbatch)
 
     def note(self, error: BaseException) -> None:
         """Keeps the first exception of a step, which becomes the cause of the step's error."""

@@ -296,7 +296,7 @@ class Run:
             for stage in self.stages if train else ():
                 stage.hold_gradients()
             for stage in self.stages if not self.has_hooks else ():
-                with contextlib.suppress(Error):  # which the forward raises in its place, so that the other ranks hear of it
+                with contextlib.suppress(Exception):  # which the forward raises in its place, so that the other ranks hear of it
                     self._engine_stages[stage.stage_index].graph = stage.graph_alone()
             self.pipeline.run(step.model_inputs, step.rows, train)
             if train:

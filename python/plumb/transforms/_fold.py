@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any, Iterator, cast
 
 import torch
@@ -52,8 +51,7 @@ def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
         )
     captured = _graph_of(forward, args, kwargs)
     sync_state(captured.engine, captured.slots)
-    engine, text = _C.fold(captured.engine)
-    report = json.loads(text)
+    engine, report = _C.fold(captured.engine)
     _refuse_what_remains(type(module).__name__, report["entries"], captured)
     logger.info("folding factors into %d parameters", sum(e["kind"] == "folded" for e in report["entries"]))
     plain = _copy(module)

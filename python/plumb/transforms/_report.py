@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections import Counter
 from html import escape
@@ -19,12 +18,12 @@ from ._apply import forward_of
 folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
-def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, str]], *how: Any) -> GraphModule:
+def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, dict]], *how: Any) -> GraphModule:
     """Returns the graph that `rewrite` of the engine makes of this one, and keeps its report."""
     sync_state(module._engine, module._slots)
-    engine, text = rewrite(module._engine, *how)
+    engine, report = rewrite(module._engine, *how)
     made = module.on(engine)
-    folded_reports[made] = json.loads(text)
+    folded_reports[made] = report
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Sequence
@@ -24,7 +23,7 @@ class FormatPass:
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running %s backend", display_name(self.name))
-        report = json.loads(getattr(_C, self.name)(captured.engine, *self.arguments))
+        report = getattr(_C, self.name)(captured.engine, *self.arguments)
         for entry in report["entries"]:
             if entry["kind"] == "quantised":
                 logger.info("quantising function: %s", entry["node"])

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import json
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Collection, Iterable, Iterator, cast
@@ -102,7 +101,7 @@ class TrackScalesPass:
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         # One tracker a graph: slots of another shape's graph would mix with these.
         tracker = captured.results["track_scales"] = _C.ScaleTracker(self.histogram)
-        report = json.loads(_C.track_scales(captured.engine, tracker))
+        report = _C.track_scales(captured.engine, tracker)
         for entry in report["entries"]:
             logger.info("adding tracking to node: %s", entry["node"])
         return report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Mapping, cast
 
@@ -90,8 +89,7 @@ class UnitScalePass:
         mine = _kept(captured)
         self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
-        text, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
-        report = json.loads(text)
+        report, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
         report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + list(self.given_back.values()) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, kind, depth in tags if self.scaling is not None else ():

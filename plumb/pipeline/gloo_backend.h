@@ -1,4 +1,4 @@
-// Inside of ProcessGroup, for the files of this room only.
+// Connections of a group: Gloo's backend, what it needs of the system, and what went wrong with it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -11,37 +11,14 @@
 
 namespace plumb {
 
-struct ProcessGroup::State {
-  int rank = 0;
-  int size = 1;
-  std::vector<int> world;  // by rank: its number among all processes; empty: the same
-  std::chrono::milliseconds timeout = std::chrono::seconds(60);
-  RankEnvironment env;
-  GlooOptions options;
-  // Buffers of messages that were under way when the group failed: Gloo may still write into them, so they go after it.
-  std::vector<std::shared_ptr<void>> until_closed;
-  c10::intrusive_ptr<c10d::Store> store;
-  c10::intrusive_ptr<c10d::Backend> backend;
-  // Values on `device` go through this one; null: all values are staged through `backend`.
-  c10::intrusive_ptr<c10d::Backend> device_backend;
-  c10::Device device = c10::kCPU;
-  int tag_ranges = 0;   // handed out to transports
-  bool failed = false;  // a peer is lost: no more messages
-  std::string failure;
-};
-
-// Gives a group that plumb makes the backend that is registered for the options' device, if there is one.
-void add_device_backend(ProcessGroup::State& state);
-
-// gloo_backend.cpp
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const std::string& master_address, const GlooOptions& options);
 
-// transport_faults.cpp: Gloo's own words, without the place in its source and its advice:
+// Returns Gloo's own words, without the place in its source and its advice:
 // "Read error [127.0.0.1]:61108: Connection reset by peer".
 std::string what_gloo_says(const std::exception& error);
 
-// Does `work`. An exception becomes Error(Communication): `what`, and the first line of its text.
+// Does `work`. What it throws becomes Error(Communication): `what`, and the first line of its text.
 template <class Work>
 std::invoke_result_t<Work> connecting(const std::string& what, const std::string& remedy, Work work) {
   try {
