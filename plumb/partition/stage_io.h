@@ -44,8 +44,7 @@ struct PortUse {
   auto operator<=>(const PortUse&) const = default;
 };
 
-// One output of a stage. Consumers are later stages; for the last stage: the flat outputs of the whole graph that it
-// is.
+// One output of a stage. Consumers are later stages; for the last stage: flat outputs of the whole graph.
 struct StageOutputPort {
   std::string name;
   ValueType type = ValueType::Tensor;

@@ -14,8 +14,7 @@ struct Cause {
   std::string text;
 };
 
-// A store that does not respond is not asked again: its rank is lost or stopped, and most of its calls would wait for
-// ever.
+// A store that does not respond is not asked again: its rank is lost or stopped, and most calls would wait for ever.
 class FailureStore {
  public:
   explicit FailureStore(ProcessGroup group) : group_(std::move(group)) {}
@@ -32,7 +31,7 @@ class FailureStore {
   void note_closed(int peer);
 
  private:
-  // Lost: another request would print c10d's warnings each time. Silent: lost because it did not respond, its rank is
+  // Lost: another request would print c10d's warnings each time. Silent: lost because it did not respond: it is
   // stopped.
   enum class Reach : uint8_t { Answers, Lost, Silent };
 

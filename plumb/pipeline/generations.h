@@ -1,8 +1,7 @@
 // The groups that a launcher makes of its processes, one after the other: when one is lost, the others keep their
 // processes, leave the group that failed, and wait for the next generation, in which another has the lost one's rank.
 //
-// The launcher serves the store, so it outlives every rank. Keys of a generation's group stand under a prefix of its
-// own.
+// The launcher serves the store, so it outlives every rank. Keys of a generation's group have a prefix of their own.
 #pragma once
 
 #include <chrono>

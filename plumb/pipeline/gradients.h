@@ -1,5 +1,4 @@
-// Accumulates a stage's gradients in microbatch order, and separates the step's gradients from those of before the
-// step.
+// Accumulates a stage's gradients in microbatch order, and separates the step's gradients from earlier ones.
 #pragma once
 
 #include <functional>

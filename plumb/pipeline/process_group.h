@@ -1,6 +1,5 @@
 // A rank's place among the processes of a pipeline, and the c10d backends its messages go through: Gloo for sizes,
-// faults and values of the CPU; for values on a device the device's own (NCCL), if the group has one, and else Gloo
-// too.
+// faults and values of the CPU; for values on a device the device's own (NCCL) if the group has one, else Gloo.
 #pragma once
 
 #include <c10/core/Device.h>

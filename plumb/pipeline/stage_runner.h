@@ -91,8 +91,7 @@ class StageRunner {
 
   // Makes room in the slot for what arrives.
   void prepare(LocalStage& stage, Slot& slot) const;
-  // Puts values and gradients that arrive from stage `from` into the slot. With dynamic outputs they say how many there
-  // are.
+  // Puts values and gradients that arrive from stage `from` into the slot. Dynamic outputs bring their number.
   void take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const;
   void take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const;
   // Returns the bundle's values, and gradients of the stage `of`, with the formats in which they cross.

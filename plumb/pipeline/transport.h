@@ -75,8 +75,7 @@ class Transport {
   // Waits until everything sent has left.
   void end_step();
 
-  // From another thread: what this one waits for, now or later, is an error instead. Then only tell_failure() may
-  // follow.
+  // Called from another thread: every wait of this one, now or later, becomes an error. Only tell_failure() may follow.
   void interrupt() noexcept;
   // Called after a failure within the step: throws Error(Communication) if values of a message never came whole. Work
   // on a device continues with what such a message left in memory, and may have failed for that.

@@ -53,8 +53,8 @@ struct Route {
   std::int64_t capacity() const { return wire::class_bytes(size_class); }
 };
 
-// By kind, from, to and peer: a rank sends each of its replicas other parts of one gradient. Both ends must have the
-// same sizes.
+// By kind, from, to and peer: a rank sends each of its replicas other parts of one gradient. Both ends have equal
+// sizes.
 using Routes = std::map<std::tuple<MessageKind, int, int, int>, Route>;
 
 // A message that has come, until it is used.
@@ -105,7 +105,7 @@ struct Transport::State {
 
   // --- faults ---
   void check_usable() const;
-  // Returns the prologue of what came in the place of `expected`. Throws if the sender has failed, or it is another
+  // Returns the prologue of the message in the place of `expected`. Throws if the sender has failed, or for another
   // message.
   wire::Prologue read_agreed(const at::Tensor& buffer, const PlannedMessage& expected, const std::string& action);
   // Receives the second part of a message that says it is too long for the first.

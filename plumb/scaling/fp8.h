@@ -1,7 +1,6 @@
 // Codes of FP8 as the operands of products: who multiplies them, and the codes of weights, which are made once.
 //
-// A code is a byte as plumb::encode makes it; for e4m3fn and e5m2 it is the byte of torch's float8_e4m3fn and
-// float8_e5m2.
+// A code is a byte as plumb::encode makes it, for e4m3fn and e5m2 that of torch's float8_e4m3fn and float8_e5m2.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -29,7 +29,7 @@ class RunCheckpoints {
   // job, has begun. `told` gets a sentence for each that is damaged or of another run, on rank 0. Throws UsageError
   // that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told);
-  // Returns the run's number, in each of its checkpoints and in the folder's run.json: on every rank after resume() or
+  // Returns the run's number, in each checkpoint and in the folder's run.json: on all ranks after resume() or
   // take_run().
   int64_t run() const { return run_; }
   void take_run(int64_t run) { run_ = run; }

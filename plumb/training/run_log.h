@@ -47,8 +47,7 @@ class RunLog {
   std::chrono::steady_clock::time_point next_page_;
 };
 
-// Throws UsageError for a name of another kind and for a file of `inputs`, Error where no file can be written. "" is
-// none.
+// Throws UsageError for a name of another kind and for a file of `inputs`, Error if no file can be written. "": none.
 void check_timeline(const std::string& path, const std::vector<std::string>& inputs = {});
 
 // Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps
