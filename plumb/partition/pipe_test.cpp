@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 
 #include "plumb/graph/operator_facts.h"
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {
@@ -249,7 +249,8 @@ TEST(StageBytes, StagesAndTheirBytesKeepTheModeThatTheForwardReads) {
   const StagePackage back = deserialize_stage(serialize_stage(*pipe, 0));
   for (const auto& module : {pipe->stage(0), back.module, pipe->merge()}) {
     EXPECT_FALSE(module->is_training());
-    EXPECT_THAT(message_of([&] { module->train(); }), testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
+    EXPECT_THAT(message_of([&] { module->train(); }),
+                testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
   }
   whole->set_made_in_training(true);
   whole->set_mode_read_at("");

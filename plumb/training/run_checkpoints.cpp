@@ -12,9 +12,9 @@
 #include "plumb/core/json_text.h"
 #include "plumb/core/output_file.h"
 #include "plumb/graph/describe.h"
-#include "plumb/graph/parameter_tag.h"
-#include "plumb/pipeline/broadcast.h"
-#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/transport/broadcast.h"
+#include "plumb/tensors/parameter_tag.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {

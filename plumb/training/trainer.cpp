@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "plumb/pipeline/broadcast.h"
-#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
