@@ -186,7 +186,7 @@ def recorded(history):
 class Combination:
     """Runs of one way of making up for lost ranks, kind of weights and layout; the extras are drawn for each run.
 
-    add() does one run and returns what came of it, count() counts it.
+    add() does one run and returns the outcome, count() counts it.
     """
 
     def __init__(self, make_up, weights, layout):

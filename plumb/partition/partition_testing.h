@@ -16,7 +16,7 @@ inline void parameter(State& state, const std::string& name, at::IntArrayRef siz
 
 constexpr testing_models::GptConfig kSmallGpt{.width = 8, .heads = 2, .length = 6, .batch = 3, .vocabulary = 11};
 
-// A small GPT with a parameter that nobody uses.
+// Returns a small GPT with a parameter that nobody uses.
 inline std::shared_ptr<GraphModule> gpt(int layers, bool tied, bool marks, bool stacks = false, double dropout = 0.0) {
   at::manual_seed(7);
   testing_models::GptConfig config = kSmallGpt;

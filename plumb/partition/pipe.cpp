@@ -13,7 +13,7 @@
 namespace plumb {
 namespace {
 
-// A stage's inputs, from the flat inputs and the earlier stages' outputs.
+// Returns a stage's inputs, from the flat inputs and the earlier stages' outputs.
 std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue>& inputs,
                                 const std::vector<std::vector<c10::IValue>>& made) {
   std::vector<c10::IValue> values;
@@ -194,7 +194,7 @@ State Pipe::merge_state_dict() const {
       throw Error(ErrorKind::InvalidState,
                   str("the copies of '", first_name, "' in stage ", first_stage, " and of '", name, "' in stage ", s,
                       " differ"),
-                  "", "sum the gradients of replicated_params() over their stages before every optimiser step");
+                  "", "sum the gradients of replicated_params() over their stages before every optimizer step");
     }
   }
   State merged;

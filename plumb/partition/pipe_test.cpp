@@ -50,7 +50,7 @@ TEST(Pipe, ForwardTrainsThroughAllStages) {
 }
 
 TEST(Pipe, RunsTheWorkOfAnyCallerOfTheTable) {
-  // What a runtime does: only stages and the table.
+  // Runs stages by the table alone, as a runtime does.
   auto whole = gpt(3, false, true);
   auto pipe = pipeline(*whole);
   const PipeTable& table = pipe->table();

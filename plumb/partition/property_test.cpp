@@ -126,7 +126,7 @@ SplitOptions random_options() {
   return options;
 }
 
-// Null if the split is refused, which only memory may cause.
+// Returns null if the split is refused, which only memory may cause.
 std::shared_ptr<Pipe> try_pipeline(const GraphModule& module, const SplitOptions& options) {
   try {
     return pipeline(module, options);

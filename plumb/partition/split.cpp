@@ -47,7 +47,7 @@ class Cutter {
   void unify_transmitted();
   void find_owners();
   int stage_of(const Node* node) const;
-  // The stage that computes a value, or owns it.
+  // Returns the stage that computes a value, or owns it.
   int maker_of(const Value* v) const { return owner_.count(v) ? owner_.at(v) : stage_of(v->producer()); }
   void note_needs();
   void need(int stage, const Value* v);
@@ -177,7 +177,7 @@ void Cutter::add_placeholders(int stage) {
   }
 }
 
-// The stage's own value for a value of the whole: made on demand for get_attr and copied nodes.
+// Returns the stage's own value for a value of the whole: made on demand for get_attr and copied nodes.
 Arg Cutter::local(int stage, Value* v) {
   Draft& draft = drafts_[stage];
   if (auto it = draft.local.find(v); it != draft.local.end()) return it->second;

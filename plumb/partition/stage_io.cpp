@@ -11,7 +11,7 @@
 #include "plumb/graph/summary.h"
 #include "plumb/partition/wire.h"
 
-// How the parts of a table that JSON does not know are written. What is read may come from anywhere.
+// Text of those parts of a table that JSON does not know. The text that is read may come from anywhere.
 namespace nlohmann {
 
 template <class T>
@@ -67,7 +67,7 @@ struct adl_serializer<c10::IValue> {
     } else if (v.isString()) {
       j = v.toStringRef();
     } else if (v.isDouble()) {
-      // As text: JSON has no NaN and infinities.
+      // As text, because JSON has no NaN and infinities.
       j = {{"float", c10::str(v.toDouble())}, {"bits", std::bit_cast<int64_t>(v.toDouble())}};
     } else {
       throw plumb::Error(plumb::ErrorKind::Unsupported,

@@ -70,7 +70,7 @@ struct PipelineOutput {
 };
 
 // A parameter held by several stages: stage -> its name there (tied weights may have two names). Its gradients have to
-// be summed over the copies before the optimiser's step.
+// be summed over the copies before the optimizer's step.
 using ReplicatedParam = std::map<int, std::string>;
 
 // The whole picture: what a rank has to know of the other stages.
@@ -87,7 +87,7 @@ struct PipeTable {
   bool crosses_rounded(const ValueSource& source) const {
     return wire && !source.is_model_input() && stages[source.stage].outputs[source.index].as_it_is.empty();
   }
-  // One line an input and output, for people.
+  // Returns one line an input and output, for people.
   std::string to_string() const;
   // For sending; from_json throws Error(BadFile) that names what is wrong.
   std::string to_json() const;

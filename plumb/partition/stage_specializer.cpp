@@ -44,7 +44,7 @@ at::Tensor resized(const at::Tensor& t, const std::vector<int64_t>& sizes) {
   return at::empty_strided(out.sizes(), strides, out.options()).copy_(out).set_requires_grad(t.requires_grad());
 }
 
-// What two cuts for different sizes have in common: no sizes, and no names where those may differ.
+// Returns what two cuts for different sizes have in common: no sizes, and no names where those may differ.
 template <class Port>
 Port without_sizes(Port port, bool names) {
   if (!names) port.name.clear();
@@ -54,7 +54,7 @@ Port without_sizes(Port port, bool names) {
   return port;
 }
 
-// The model's inputs that stage `index` or a stage before it in the flow of values takes.
+// Returns the model's inputs that stage `index` or a stage before it in the flow of values takes.
 std::set<size_t> inputs_before(const PipeTable& table, int index) {
   std::set<size_t> found;
   std::vector<int> stages{index};
@@ -74,7 +74,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
   return found;
 }
 
-// The device that a stage was moved to since it was cut, if it was.
+// Returns the device that a stage was moved to since it was cut, if it was.
 std::optional<at::Device> moved_to(const GraphModule& now, const StageIO& io) {
   size_t i = 0;
   for (const Node* in : now.graph().placeholders()) {
@@ -238,7 +238,8 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
   const std::string what = str("stage ", index, " needs a graph for ", describe(inputs));
   std::shared_ptr<Pipe> pipe;
   try {
-    // As at the cut, whatever runs around the stage: evaluation, a mixed region, the recomputation of cheap results.
+    // The modes of the cut, no matter what runs around the stage: evaluation, a mixed region, the recomputation of
+    // cheap results.
     const c10::InferenceMode outside(false);
     const at::AutoGradMode grad(true);
     const c10::impl::ExcludeDispatchKeyGuard unnoticed(kRecomputeKey);

@@ -1,4 +1,4 @@
-// What every rank does when one goes wrong: ends by itself, in time, and says which rank, which action and why.
+// Behavior of every rank when one fails: it ends by itself, in time, and says which rank, which action and why.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -30,7 +30,7 @@ struct TestModel {
   std::function<std::shared_ptr<TestStage>()> make_whole;
 };
 
-// The launcher's group; values on the test device go through the backend that there is for it.
+// Returns the launcher's group; values on the test device go through the backend that there is for it.
 inline ProcessGroup test_group(std::chrono::milliseconds timeout) {
   GlooOptions options;
   options.timeout = timeout;

@@ -15,7 +15,7 @@ struct Role {
   Role(const std::string& name, std::function<int()> run);
 };
 
-// A variable given to the processes of a role, or `otherwise`.
+// Returns a variable given to the processes of a role, or `otherwise`.
 std::string setting(const std::string& name, const std::string& otherwise = "");
 int number_setting(const std::string& name, int otherwise);
 // Prints "key=value" for the test that started this process.

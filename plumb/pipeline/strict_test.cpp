@@ -38,7 +38,7 @@ std::string text_of(const std::vector<std::string>& errors) {
   return all;
 }
 
-// What all ranks reported.
+// Returns the reports of all ranks.
 std::map<std::string, std::string> reports(const Run& run) {
   EXPECT_EQ(run.result.exit_code(), 0) << text_of(run.errors);
   std::map<std::string, std::string> all;
@@ -184,7 +184,7 @@ TEST(Strict, TheLostRankIsNamedAndNotWhatAStageMadeOfItsValues) {
     const auto run = run_role("watchful", 3, strict({{"LINK_MS", "5"}, {"AFTER", std::to_string(after)}}));
     for (const size_t other : {0, 2}) {
       EXPECT_EQ(run.result.processes[other].exit_code, 1) << after << run.errors[other];
-      // By the one that noticed, or as that one told it.
+      // In the words of the rank that noticed, or as it passed them on.
       EXPECT_THAT(run.errors[other],
                   testing::AnyOf(HasSubstr("rank 1: it is gone"), HasSubstr("rank 1 failed: it is gone")))
           << after;
@@ -342,7 +342,7 @@ Spans spans_of(const std::map<std::string, std::string>& reports, const std::str
   return spans;
 }
 
-// How long both last at once.
+// Returns how long both last at once.
 double both_last(const Spans& a, const Spans& b) {
   double seconds = 0;
   for (const auto& [begin, end] : a) {

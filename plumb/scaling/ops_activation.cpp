@@ -74,7 +74,7 @@ std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::s
 
 Tensor silu_unscaled(const Tensor& x, double mult) { return mult == 1 ? at::silu(x) : x * at::sigmoid(x * mult); }
 
-// The slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
+// Returns the slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
 Tensor silu_slope(const Tensor& x, double mult) {
   auto sigma = at::sigmoid(times(x, mult));
   return sigma * (1 + x * (1 - sigma) * mult);

@@ -36,7 +36,7 @@ double grad_scale(const Tensor& input, at::IntArrayRef shape) {
   return rules::norm_grad_weight(c10::multiply_integers(shape), input.numel());
 }
 
-// Of a norm's mean and rstd.
+// Returns the sizes of a norm's mean and rstd.
 c10::SymDimVector statistics_sizes(const Tensor& input, at::IntArrayRef shape) {
   c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   for (size_t i = 0; i < shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;

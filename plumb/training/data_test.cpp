@@ -38,7 +38,7 @@ TEST(Permutation, IsOneForEverySize) {
 }
 
 TEST(Permutation, IsAnotherOneForEveryKeyAndHasNoPlaceForARow) {
-  // Of 200 keys no row of 10 should stand in a place much more often than in a tenth of them.
+  // In 200 orders, no row of 10 should stand in a place much more often than in a tenth of them.
   std::vector<std::vector<int>> counts(10, std::vector<int>(10));
   for (uint64_t key = 0; key < 2000; ++key) {
     const Permutation order(10, key);

@@ -66,7 +66,7 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
                                          groups.pipeline, of_run);
 }
 
-// A microbatch's rows; those beyond the data are the first row again, with targets that do not count.
+// Returns a microbatch's rows; those beyond the data are the first row again, with targets that do not count.
 Batch Evaluator::unit(int64_t number) const {
   std::vector<int64_t> rows(static_cast<size_t>(rows_), 0);
   const int64_t begin = number * rows_, there = std::clamp<int64_t>(samples_.rows() - begin, 0, rows_);

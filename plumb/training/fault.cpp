@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop or raise";
 
-// The actions of a rank, the halves of overlapped ones apart.
+// Returns the actions of a rank, the halves of overlapped ones apart.
 std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
   std::vector<std::string> all;
   const Schedule computing = compute_only(schedule);

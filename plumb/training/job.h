@@ -68,8 +68,9 @@ void take_trained(const TrainJob& job);
 
 // A process writes its own history: it has one writer.
 std::string history_file(const TrainOptions& options, int rank);
-// The same for a run that goes on after this step, perhaps in another layout: its files stay those of one history. Rank
-// 0 takes the later steps out of files that no rank has any more, and gives the file of one process its rank's name.
+// Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay those of one
+// history. Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its
+// rank's name.
 std::string history_to_go_on_with(const TrainOptions& options, int rank, int64_t after);
 
 }  // namespace plumb

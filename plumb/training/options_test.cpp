@@ -207,7 +207,7 @@ Checks checks_of_steps() {
   };
 }
 
-// What takes several processes is tested with the command (cli_test.cpp, train_test.cpp).
+// Options that take several processes are tested with the command (cli_test.cpp, train_test.cpp).
 TEST_F(TrainingOptions, DoEachWhatTheHelpSays) {
   Checks all;
   for (auto part : {checks_of_data, checks_of_optimizer, checks_of_steps, checks_of_layout, checks_of_checkpoints,

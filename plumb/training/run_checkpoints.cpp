@@ -38,15 +38,15 @@ nlohmann::json read_run(const std::string& folder) {
   return {};
 }
 
-// The number that plumb's launcher gave all processes of this launch; a new one without it.
+// Returns the number that plumb's launcher gave all processes of this launch; a new one without it.
 int64_t number_of_launch() {
   const auto given = process_variable("PLUMB_RUN");
   const int64_t number = given ? std::strtoll(given->c_str(), nullptr, 10) : std::random_device()();
   return number > 0 ? number : 1;
 }
 
-// The operators in their order, and names, types and sizes of parameters and buffers: the same for every export of a
-// model and for every batch size, and none of the values, which the checkpoints have.
+// Returns the operators in their order, and names, types and sizes of parameters and buffers: the same for every export
+// of a model and for every batch size, and none of the values, which the checkpoints have.
 std::string fingerprint(const GraphModule& module) {
   std::string text;
   for (const Node* node : module.graph().nodes()) {
@@ -110,7 +110,7 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
 
 bool RunCheckpoints::is_unit_scaled() const { return job_.tagged && !job_.program.unit_scaled_layers; }
 
-// What another start of the run must have, too.
+// Returns the options that another start of the run must have, too.
 nlohmann::json RunCheckpoints::same_run() const {
   nlohmann::json same;
   for (const TrainField& field : train_fields()) {

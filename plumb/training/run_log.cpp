@@ -36,7 +36,7 @@ LineChart chart_of(const std::string& title, const std::vector<StepNumbers>& ste
   return chart;
 }
 
-// A line of the table.
+// Parses a line of the table.
 StepNumbers numbers_of(const std::string& line) {
   const char* at = line.c_str();
   const auto next = [&] {
@@ -79,7 +79,7 @@ void check_no_other_table(const std::string& path, const std::string& empty) {
               "", "another file, or remove that one");
 }
 
-// The record so far, of all stages; nothing while it is not at hand, or on other machines.
+// Returns the record so far, of all stages; nothing while it is not at hand, or on other machines.
 std::optional<HistoryView> recorded(const TrainOptions& o) {
   if (o.history.empty()) return std::nullopt;
   try {

@@ -1,4 +1,4 @@
-// What a training writes besides its weights while it runs.
+// Files that a training writes besides its weights while it runs.
 #include <algorithm>
 
 #include "plumb/core/input_file.h"

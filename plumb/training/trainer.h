@@ -29,7 +29,7 @@ class Trainer {
  public:
   // Reads everything, checks it and meets the other ranks. Throws UsageError or Error.
   explicit Trainer(TrainOptions options, TrainHooks hooks = {}, TrainParts parts = {});
-  // The same as a part of a run that goes on when a process is lost (lasting.h).
+  // Makes a trainer for a part of a run that goes on when a process is lost (lasting.h).
   Trainer(TrainOptions options, TrainHooks hooks, TrainSession& session);
   ~Trainer();
   Trainer(const Trainer&) = delete;

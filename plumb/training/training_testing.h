@@ -47,7 +47,7 @@ struct MlpImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mlp);
 
-// What a training told.
+// Events and results of a training.
 struct Told {
   std::vector<nlohmann::json> events;
   TrainResult result;
@@ -96,7 +96,7 @@ class Training : public testing::Test {
     Mlp net;
     return capture(net, at::randn({4, 4}));
   }
-  // Of the module, or of options.file.
+  // Trains the module, or options.file.
   static Told run(const TrainOptions& options, std::shared_ptr<GraphModule> module = nullptr) {
     Told told;
     told.module = module;

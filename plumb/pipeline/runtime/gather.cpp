@@ -1,4 +1,4 @@
-// What ranks have in parts, brought together after a step or a training.
+// Brings together what ranks have in parts, after a step or a training.
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -11,7 +11,7 @@
 namespace plumb {
 namespace {
 
-// The mean of `loss` over the ranks of `replicas` by their rows, summed as ReplicaSums does.
+// Returns the mean of `loss` over the ranks of `replicas` by their rows, summed as ReplicaSums does.
 at::Tensor mean_over_replicas(const ProcessGroup& replicas, const at::Tensor& loss, double rows) {
   const at::Tensor own = at::tensor({loss.item<double>() * rows, rows}, at::kDouble);
   Tensors all;

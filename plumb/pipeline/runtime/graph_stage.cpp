@@ -122,7 +122,7 @@ std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs,
     if (port.type != ValueType::Tensor && inputs[i].isTensor()) {
       inputs[i] = is_tensor(inputs[i]) ? unpack_value(inputs[i].toTensor(), port.type) : c10::IValue();
     } else if (port.written && is_tensor(inputs[i])) {
-      // What the stage writes must be its own: a batch is cut into views, and a value may go to several stages.
+      // The stage writes to a copy of its own: a batch is cut into views, and a value may go to several stages.
       inputs[i] = inputs[i].toTensor().clone();
     }
   }

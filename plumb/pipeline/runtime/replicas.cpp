@@ -26,7 +26,7 @@ void deal_out(const std::vector<std::int64_t>& sizes, int replicas, const std::f
   }
 }
 
-// What came through the CPU goes where it is used.
+// Values that came through the CPU go to the device that uses them.
 at::Tensor on_device_of(const at::Tensor& of, const at::Tensor& value) {
   return value.defined() && of.defined() ? value.to(of.device()) : value;
 }

@@ -52,7 +52,7 @@ void check_finite(const at::Tensor& t, const std::function<std::string()>& name)
   const auto finite = at::isfinite(t);
   const auto passed = finite.all();
   if (t.is_cpu() && passed.item<bool>()) return;
-  // Where the first one is, too, is found on the device: nothing keeps the tensor.
+  // The place of the first one is found on the device, too: nothing keeps the tensor.
   const auto at = at::argmin(finite.reshape(-1).to(at::kByte)), value = t.reshape(-1).index_select(0, at.view(1));
   check_value(passed, [at, value, sizes = t.sizes().vec(), name = name()] {
     return Error(ErrorKind::Numerics, name + ": entry " + entry_text(at.item<int64_t>(), sizes, value.item()));

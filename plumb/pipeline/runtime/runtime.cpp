@@ -15,7 +15,7 @@ void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
   };
   if (groups < 0 || groups % replicas != 0)
     refuse(str("there are ", replicas, " replicas"), "a number of groups that replicas divide");
-  // Of other numbers the tree over groups is not one of replicas' trees.
+  // With another number the tree over groups is not one of replicas' trees.
   const int here = groups / replicas;
   if (replicas > 1 && (here & (here - 1)) != 0)
     refuse(str("each of ", replicas, " replicas would have ", here),

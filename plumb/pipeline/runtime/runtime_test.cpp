@@ -255,7 +255,7 @@ TEST(Pipeline, TiesOneTensorInTwoStages) {
   EXPECT_TRUE(at::equal(found, w.grad()));
 }
 
-// Has inputs of its own by microbatch, and hands on as many values as the microbatch's number says.
+// Has inputs of its own by microbatch, and returns as many values as the microbatch's number.
 struct GrowingStage : StageFunction {
   explicit GrowingStage(int s) : stage(s), weight(test_weight(s, {4, 4})) {}
   Tensors forward(const Tensors&) override { throw std::logic_error("not called by the runtime"); }

@@ -23,7 +23,7 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// The time when the stage's device has done what it was asked to.
+// Returns the time when the stage's device has done what it was asked to.
 double done_by(GraphStage& stage) {
   const auto device = stage.device();
   if (device && !device->is_cpu() && !device->is_meta()) {

@@ -14,7 +14,7 @@
 namespace plumb {
 namespace {
 
-// What the root says of its tensor.
+// The root's description of its tensor.
 struct Announcement {
   std::uint32_t values_sum = 0;  // CRC-32 of the values
   char text[248] = {};           // its dtype and sizes

@@ -1,4 +1,4 @@
-// Messages: what they carry, and what becomes of those that are damaged, or not what was agreed.
+// Messages: their contents, and the errors of damaged ones and of ones that were not agreed on.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -109,7 +109,7 @@ TEST(Message, CarriesCodesOfAByteAndGivesRoundedValues) {
   EXPECT_EQ(back[5].tensor[3].item<float>(), 448.0f);
 }
 
-// Of the CPU's values here: which device they are on is the backend's business.
+// Values on a device are the backend's business: these are the CPU's.
 TEST(Message, LeavesValuesOnTheirDeviceToItsBackend) {
   const FPFormat format = FPFormat::parse("e4m3fn");
   const std::vector<MessageValue> values{{at::rand({4, 6}).t(), true},        {},
@@ -424,7 +424,7 @@ INSTANTIATE_TEST_SUITE_P(Messages, ALiar,
                                          Lie{"parts", "and got 1SEND_B2 (gradient from stage 1 for stage 0, mic"}),  //
                          [](const auto& info) { return info.param.name; });
 
-// What rank 1 sends in the second step is not what rank 0 waits for, and longer than the buffer that it has for that.
+// Rank 1 sends in the second step another message than rank 0 waits for, longer than rank 0's buffer for it.
 Role other_plan_role("other_plan", [] {
   auto group = make_group_from_environment({std::chrono::seconds(60)});
   group.set_timeout(std::chrono::seconds(group.rank() == 0 ? 2 : 20));

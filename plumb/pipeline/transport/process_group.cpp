@@ -149,7 +149,7 @@ void find_device_backend(c10d::ProcessGroup& group, ProcessGroup::State& state) 
   }
 }
 
-// The Gloo group beside a backend that has none for the CPU: one for all pipelines of the group.
+// Returns the Gloo group beside a backend that has none for the CPU: one for all pipelines of the group.
 c10::intrusive_ptr<c10d::Backend> gloo_beside(const c10::intrusive_ptr<c10d::Backend>& of,
                                               const c10::intrusive_ptr<c10d::Store>& store,
                                               std::chrono::milliseconds timeout) {
@@ -215,7 +215,7 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
   state->env = env;
   state->options = options;
   if (env.world_size == 1) return ProcessGroup(state);
-  // A store that is stopped takes connections, and answers nothing for ever.
+  // A stopped store takes connections, and never responds.
   const auto limit = options.timeout + std::max(options.timeout / 2, std::chrono::milliseconds(2000));
   auto group = within(limit, [state] { return connected(state); });
   if (group) return ProcessGroup(std::move(*group));

@@ -32,11 +32,11 @@ class ProcessGroup {
   int size() const;
   // The number of one of this group's ranks among all processes, for messages: of a subgroup, in the group it is of.
   int world_rank(int rank) const;
-  // How long a message, or a peer that starts up, is waited for.
+  // Returns how long a message, or a peer that starts up, is waited for.
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
 
-  // The device whose values travel through a backend of its own.
+  // Returns the device whose values travel through a backend of its own.
   std::optional<c10::Device> device() const;
 
   // --- for messages (transport.h, broadcast.h) ---
@@ -91,10 +91,10 @@ using MakeDeviceBackend =
 void register_device_backend(c10::DeviceType type, MakeDeviceBackend make);
 
 // Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
-// Raises Error(Communication) that names the address, and the ranks that did not come, after the time-out.
+// Throws Error(Communication) that names the address, and the ranks that did not come, after the time-out.
 ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options = {});
 
-// The group the launcher made this process for (environment.h); one process alone if there is none.
+// Returns the group the launcher made this process for (environment.h); one process alone if there is none.
 ProcessGroup make_group_from_environment(const GlooOptions& options = {});
 
 // A group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered in the
@@ -107,7 +107,7 @@ struct ReplicatedGroups {
   ProcessGroup replicas;  // of the ranks that hold the same stages; PipelineOptions::replicas
 };
 
-// Raises Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.
+// Throws Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 
 // A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the

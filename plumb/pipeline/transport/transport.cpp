@@ -238,7 +238,7 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
   try {
     if (size_class < wire::kSizeClasses) buffer = byte_buffer(wire::class_bytes(size_class));
   } catch (const std::exception&) {
-    // Said below.
+    // reported below
   }
   if (!buffer.defined()) {
     raise_wrong(expected, action, str("it asks for a buffer of ", first.total_bytes, " bytes"),

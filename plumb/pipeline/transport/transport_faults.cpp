@@ -1,4 +1,4 @@
-// What becomes of a step when a message does not come, or is not what was agreed.
+// Errors of a step when a message does not come, or is not what was agreed.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -82,7 +82,7 @@ void Transport::State::keep_buffers() {
   group.keep_until_closed(kept);
 }
 
-// An error message of any peer that has arrived, in a buffer posted for something else.
+// Returns an error message of any peer that has arrived, in a buffer posted for something else.
 std::optional<Cause> Transport::State::find_told() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const auto& in : incoming) {

@@ -129,7 +129,7 @@ class Folder {
                  .reason = reason + other_names(parameter.names)});
   }
 
-  // Of a scaled graph's tensor over the plain one's, or the other way.
+  // Returns a scaled graph's tensor over the plain one's, or the inverse.
   double factor_of(double log) const { return std::exp(to_plain_ ? log : -log); }
 
   GraphModule& module_;

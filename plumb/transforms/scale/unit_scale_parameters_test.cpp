@@ -5,7 +5,7 @@
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/scale/unit_scale_testing.h"
 
-// The user's own replacements, and what becomes of weights and biases.
+// The user's own replacements, and the treatment of weights and biases.
 namespace plumb {
 namespace {
 

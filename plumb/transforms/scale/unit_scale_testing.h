@@ -12,7 +12,7 @@ namespace plumb::testing_unit_scale {
 
 using namespace testing_models;
 
-// The graph after the pass, for a text; `state` holds what its get_attr nodes name.
+// Returns the graph after the pass, for a text; `state` holds what its get_attr nodes name.
 inline std::string after_scaling(const std::string& text, State state = {}, const UnitScaleOptions& options = {},
                                  Report* report = nullptr) {
   auto module = module_of(text, std::move(state));

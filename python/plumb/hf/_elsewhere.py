@@ -80,8 +80,7 @@ def _place_of(name: str, values: Any, place: str = "") -> str:
 
 
 def _roots(folder: str) -> list[tuple[str, bool]]:
-    """Returns folders, longest names first, and whether code in them is installed. Of a folder that is both, False is
-    first."""
+    """Returns folders, longest names first, and whether code in them is installed (False first if it is both)."""
     from huggingface_hub import constants
 
     modules = [m for name, m in list(sys.modules.items()) if "." not in name and isinstance(m, ModuleType)]
