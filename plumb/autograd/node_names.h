@@ -1,4 +1,4 @@
-// What plumb knows of autograd's nodes by their names alone, as torch gives them no other mark.
+// Autograd's nodes that plumb knows by their names alone, as torch gives them no other mark.
 //
 // If a test of NodeNames fails, torch changed, look here: it has renamed a node or moved it to another namespace. A
 // name that is no longer found divides a backward that must stay whole, or keeps whole what could be divided.

@@ -69,7 +69,7 @@ double patience() {
   return seconds > 0 ? seconds : 60;
 }
 
-// What a verdict on a kernel depends on.
+// Returns the key of a verdict on a kernel: everything that the verdict depends on.
 std::string verdict_key(c10::Device device, const std::string& text) {
   const Driver& driver = Driver::get();
   return "right\n" + driver.architecture(device.index()) + " " + driver.version() + "\n" + source_of(text);

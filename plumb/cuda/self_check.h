@@ -22,7 +22,7 @@ bool is_off(c10::Device device, const std::string& text);
 // "quantise" of a kernel's text: what it calls, with its template's arguments.
 std::string name_of(const std::string& text);
 
-// What is known of a kernel on a device. wrong: "" if its results are right.
+// The verdict on a kernel on a device. wrong: "" if its results are right.
 struct KernelVerdict {
   std::string device, kernel, wrong;
 };

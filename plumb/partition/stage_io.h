@@ -83,7 +83,7 @@ struct PipeTable {
   std::optional<size_t> loss_output;  // flat output that is the loss, if a loss spec was given
 
   int num_stages() const { return static_cast<int>(stages.size()); }
-  // Whether the value of this source is rounded on its way.
+  // Returns whether the value of this source is rounded on its way.
   bool crosses_rounded(const ValueSource& source) const {
     return wire && !source.is_model_input() && stages[source.stage].outputs[source.index].as_it_is.empty();
   }

@@ -1,4 +1,4 @@
-// What plumb finds on a machine: the first thing to look at, and the beginning of a report of a fault.
+// Plumb's findings on a machine: the first thing to look at, and the beginning of a report of a fault.
 #pragma once
 
 #include <string>

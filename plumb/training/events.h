@@ -1,5 +1,5 @@
-// What a training reports while it runs: one struct a kind of event. keys() visits a struct's fields under their names
-// in JSON, which is made where events leave the process; the first name belongs to one kind alone.
+// Events of a running training: one struct a kind of event. keys() visits a struct's fields under their names in JSON,
+// which is made where events leave the process; the first name belongs to one kind alone.
 #pragma once
 
 #include <cmath>
@@ -111,11 +111,11 @@ struct Drew {
 
 }  // namespace event
 
-// What --dry-run finds of a rank.
+// The findings of --dry-run for a rank.
 struct RankNeeds {
   std::vector<int> stages;
   int64_t parameters = 0;  // elements, of its stages
-  double resident = 0;     // bytes of parameters, gradients and the optimiser's state
+  double resident = 0;     // bytes of parameters, gradients and the optimizer's state
   double peak = 0;         // and of activations, at most
   NLOHMANN_DEFINE_TYPE_INTRUSIVE(RankNeeds, stages, parameters, resident, peak)
 };

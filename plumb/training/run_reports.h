@@ -1,4 +1,4 @@
-// What a rank reports of a run: events, and on rank 0 a table, a page and a time line.
+// Reports of a rank on a run: events, and on rank 0 a table, a page and a time line.
 #pragma once
 
 #include <chrono>

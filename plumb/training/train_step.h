@@ -34,7 +34,7 @@ class TrainStep {
   const std::map<int, std::shared_ptr<StageFunction>>& stages() const { return stages_; }
   Optimizer& optimizer() { return *optimizer_; }
   Pipeline& pipeline() { return *pipeline_; }
-  // Whether this rank computes the loss.
+  // Returns whether this rank computes the loss.
   bool has_loss() const { return owners_.back() == ranks_.rank(); }
 
  private:

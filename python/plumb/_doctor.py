@@ -15,7 +15,7 @@ class Finding(NamedTuple):
 
 
 class Doctor(list[Finding]):
-    """What doctor() found; prints as a page."""
+    """The findings of doctor(); prints as a page."""
 
     page: str
 

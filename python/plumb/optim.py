@@ -1,4 +1,4 @@
-"""Optimisers with u-μP's learning rates: one rate serves every width and depth (arXiv 2407.17465, table 2).
+"""Optimizers with u-μP's learning rates: one rate serves every width and depth (arXiv 2407.17465, table 2).
 
 :class:`Adam`, :class:`AdamW` and :class:`SGD` are torch's own with scaled rates; :func:`scaled_parameters` makes the same
 parameter groups for any other optimizer.

@@ -18,7 +18,7 @@ AgreedValue agreed_gradient(const std::optional<GradientMeta>& meta) {
 
 }  // namespace
 
-// Of gradients: those of the values that went the other way.
+// Returns the agreed gradients: those of the values that went the other way.
 AgreedValues ActionRunner::agreed_grads(const LocalStage& stage, const StageWiring::GradBundle& bundle,
                                         const Slot& slot) const {
   std::vector<AgreedValue> agreed;
@@ -46,7 +46,7 @@ void ActionRunner::receive(const RunAction& run, LocalStage& stage, Slot& slot) 
                              .values);
       continue;
     }
-    // What values are is the stage's to check, which may take many.
+    // The stage checks its values; it may take several kinds.
     AgreedValues agreed;
     if (!setup_.layout.dynamic_outputs) agreed.emplace();
     for (int k : w.values_in[i].indices) {

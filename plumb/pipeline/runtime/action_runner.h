@@ -21,7 +21,7 @@ class ActionRunner {
   void run(std::span<const RunAction> parts);
   // Runs the stage's ReduceGrad hook on its complete gradients, once a step.
   void reduce_by_hook(int stage);
-  // Whether the stage's hook has run in this step.
+  // Returns whether the stage's hook has run in this step.
   bool is_reduced(int stage) const { return reduced_.contains(stage); }
 
   // This rank's events of the step, in order.

@@ -83,7 +83,7 @@ void StageRunner::keep_input_grads(const LocalStage& stage, int m, const Tensors
     auto& kept = batch.input_grads[m];
     kept.resize(setup.layout.num_inputs);
     auto& sum = kept[sources[i].index];
-    // Where the input is: stages that use it may be on several devices.
+    // On the input's device: stages that use it may be on several devices.
     const bool known = batch.inputs != nullptr && !batch.inputs->empty();
     const at::Tensor grad = known ? grads[i].to((*batch.inputs)[m][sources[i].index].device()) : grads[i];
     sum = sum.defined() ? sum + grad : grad;

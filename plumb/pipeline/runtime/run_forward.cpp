@@ -155,7 +155,7 @@ void StageRunner::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& v
   slot.sources.clear();
 }
 
-// Whether a value that was handed over in memory has other users here.
+// Returns whether a value that was handed over in memory has other users here.
 bool StageRunner::shared_on_this_rank(const ValueSource& source, int m) const {
   if (setup.schedule.rows.empty() || setup.schedule.placement.rank_of(source.stage, m) != setup.rank) return false;
   return std::ranges::count_if(stages, [&](const auto& entry) {
@@ -164,7 +164,7 @@ bool StageRunner::shared_on_this_rank(const ValueSource& source, int m) const {
          }) > 1;
 }
 
-// Raises an Error if the stage wrote to a value that other stages of this rank use.
+// Throws an Error if the stage wrote to a value that other stages of this rank use.
 void StageRunner::check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions, int m) const {
   for (size_t i = 0; !setup.layout.dynamic_outputs && i < values.size(); i++) {
     const auto& source = stage.wiring->sources[i];

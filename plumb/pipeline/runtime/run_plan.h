@@ -1,5 +1,5 @@
-// Who sends what to whom, worked out before the first step: from the layout which stages are connected, and from the
-// schedule a rank's actions with their messages.
+// Plans who sends what to whom before the first step: from the layout which stages are connected, and from the schedule
+// a rank's actions with their messages.
 //
 // Values go straight from the stage that makes them to each stage that uses them. The gradient of a value with several
 // users goes from the last user to the one before, which adds its own, and so on to the maker: as many messages as one
@@ -17,7 +17,7 @@
 
 namespace plumb {
 
-// Where a stage's values and gradients come from and go to.
+// Sources and destinations of a stage's values and gradients.
 struct StageWiring {
   // Inputs of the stage without repetitions, and for each input its place here.
   std::vector<ValueSource> sources;

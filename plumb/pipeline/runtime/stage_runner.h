@@ -52,7 +52,7 @@ struct LocalStage {
   int64_t nothing_to_recompute = -1;  // a microbatch whose inputs have so many values kept everything
 };
 
-// What a pipeline is made of. It stays the same from step to step.
+// The constant parts of a pipeline, the same from step to step.
 struct PipelineSetup {
   PipelineLayout layout;
   Schedule schedule;  // compute actions only; empty: stages are run by hand
@@ -65,7 +65,7 @@ struct PipelineSetup {
   int groups_here() const { return std::max(1, options.gradient_groups / options.replicas.size()); }
 };
 
-// The microbatches of a step, and what comes of them. All lists are by microbatch.
+// The microbatches of a step and their results. All lists are by microbatch.
 struct StepBatch {
   const std::vector<Tensors>* inputs = nullptr;  // null: no step runs
   const std::vector<Tensors>* targets = nullptr;
@@ -85,7 +85,7 @@ class StageRunner {
   std::map<int, LocalStage> stages;
   StepBatch batch;
   bool training = false;
-  // Where random numbers of the next step begin.
+  // The place where random numbers of the next step begin.
   std::int64_t step_number = 0;
   std::vector<std::int64_t> first_rows;  // of its microbatches and, last, their end; empty: not known
 
@@ -138,7 +138,7 @@ class StageRunner {
 // Returns `x` where the stage computes.
 at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x);
 
-// Values that stay in this process, rounded as if they had travelled.
+// Values that stay in this process, rounded as if they had traveled.
 std::vector<MessageValue> arrived(std::vector<MessageValue> values);
 
 // "output 0 of stage 1, microbatch 2"

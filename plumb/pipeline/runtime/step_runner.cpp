@@ -26,7 +26,7 @@ Schedule without_backwards(Schedule schedule) {
   return schedule;
 }
 
-// What all ranks must have alike.
+// Returns the text of everything that all ranks must have alike.
 std::string digest_text(const PipelineSetup& setup) {
   const int groups = setup.options.gradient_groups;
   return setup.layout.text() + to_csv(setup.schedule) + (groups > 0 ? str("gradient groups ", groups) : "");
@@ -67,7 +67,7 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
   }
 }
 
-// Raises on every rank if this one cannot start.
+// Throws on every rank if this one cannot start.
 PipelineSetup make_setup(PipelineLayout layout, const Schedule& schedule,
                          const std::map<int, std::shared_ptr<StageFunction>>& functions, PipelineOptions options,
                          Transport& transport) {
@@ -79,7 +79,7 @@ PipelineSetup make_setup(PipelineLayout layout, const Schedule& schedule,
     check_parts(setup.wiring, schedule, functions, me, transport.group().size());
     check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
   } catch (const Error& e) {
-    // The others wait for this rank: they are told why it does not come.
+    // The others wait for this rank: they get the reason why it does not come.
     try {
       transport.exchange("!" + e.message());
     } catch (const std::exception&) {
@@ -282,7 +282,7 @@ void StepRunner::run_row(const RunPlan& plan) {
       if (!runner_.training || !part.completes_gradients) continue;
       const int stage = part.action.stage;
       if (replicas_) replicas_->stage_done(stage, *runner_.stages.at(stage).gradients);
-      // Of tied parameters the sum over their copies is reduced.
+      // Tied parameters are reduced later, as the sum over their copies.
       if (!setup_.options.hooks.empty() && !shared_.in_stage(stage)) actions_.reduce_by_hook(stage);
     }
     i += parts.size();

@@ -48,8 +48,8 @@ c10::Stream message_stream(const c10::impl::VirtualGuardImpl& guard, c10::Device
 
 }  // namespace
 
-// Ends the backend's works once one has not met its other end in time: whoever waits for the device, in whatever call,
-// goes on, and the transport says why.
+// Ends the backend's works once one has not met its other end in time: a thread that waits for the device, in any call,
+// continues, and the transport gives the reason.
 class DirectMessages::Watch {
  public:
   explicit Watch(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
@@ -137,7 +137,7 @@ void DirectMessages::connect(const ProcessGroup& group) {
       std::vector<at::Tensor> one{at::zeros({1}, at::device(device))};
       backend->allreduce(one)->wait();
     } catch (const std::exception&) {
-      // What is wrong with a backend that has them shows at the first message.
+      // A faulty backend that has them fails at the first message.
     }
     return true;
   });
@@ -170,7 +170,7 @@ std::int64_t DirectMessages::send(int index, const std::vector<MessageValue>& va
   return bytes;
 }
 
-// Whether the group of messages may be posted; where `wait` is, waits for the headers that are missing.
+// Returns whether the group of messages may be posted; where `wait` is, waits for the headers that are missing.
 bool DirectMessages::is_ready(const std::vector<MessagePlan::End>& ends, bool wait, const std::string& action) {
   for (const auto& end : ends) {
     if (end.sends) {
@@ -249,7 +249,7 @@ void DirectMessages::post(std::optional<int> until, const std::string& action) {
   while (!in_flight_.empty() && in_flight_.front().work->isCompleted()) finish_first();
 }
 
-// Of the messages that are under way.
+// Finishes the first message in flight.
 void DirectMessages::finish_first() {
   const auto flight = std::move(in_flight_.front());
   in_flight_.pop_front();

@@ -33,7 +33,7 @@ class DirectMessages {
     std::function<bool(int index)> has_arrived;
     // Waits for it, and calls make().
     std::function<void(int index, const std::string& action)> receive;
-    // Throws Error(Communication): the peer does not answer.
+    // Throws Error(Communication): the peer does not respond.
     std::function<void(int peer, const std::string& waiting, const std::exception& e)> raise_lost;
   };
   // The group has a device.
@@ -55,13 +55,13 @@ class DirectMessages {
   void post(std::optional<int> until, const std::string& action);
   // Returns the values of message `index`, which post() has posted. The current stream waits for them.
   std::vector<at::Tensor> take(int index);
-  // Throws where values that are under way came to nothing.
+  // Throws if values that are under way got lost.
   void check();
   void end_step();
 
  private:
   class Watch;
-  // What is sent: its values, and when they are made.
+  // Values to send, and the event of their making.
   struct Made {
     std::vector<at::Tensor> values;
     std::optional<c10::Event> made;

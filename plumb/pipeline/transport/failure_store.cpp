@@ -27,7 +27,7 @@ int written_rank(std::string_view text, int size, int otherwise) {
 
 }  // namespace
 
-// Returns nothing if the store does not answer.
+// Returns nullopt if the store does not respond.
 template <class Ask>
 auto FailureStore::ask(Ask question) {
   using Answer = std::optional<std::invoke_result_t<Ask, c10d::Store&>>;
@@ -70,7 +70,7 @@ std::optional<Cause> FailureStore::find(int suspect) {
 }
 
 void FailureStore::publish_late(int peer) {
-  // Without the store the neighbour is named.
+  // Without the store the neighbor is named.
   ask([key = late_key(group_.rank()), peer](c10d::Store& store) {
     store.set(key, as_bytes(std::to_string(peer)));
     return true;

@@ -1,4 +1,4 @@
-// What the ranks of a group tell each other of faults through its store, beside their messages.
+// Faults that the ranks of a group report to each other through its store, beside their messages.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@ struct Cause {
   std::string text;
 };
 
-// A store that does not answer is not asked again: its rank is lost or stopped, and most of its calls would wait for
+// A store that does not respond is not asked again: its rank is lost or stopped, and most of its calls would wait for
 // ever.
 class FailureStore {
  public:
@@ -26,13 +26,14 @@ class FailureStore {
   // Publishes that this rank's wait for `peer` has timed out.
   void publish_late(int peer);
   // Returns the rank that keeps all waiting: the peer, or the rank that the peer has waited for, and so on. If the
-  // store does not answer, that is world rank 0, which serves it.
+  // store does not respond, that is world rank 0, which serves it.
   int last_waited_for(int peer);
   // The connection to `peer` is closed. World rank 0 takes its store along.
   void note_closed(int peer);
 
  private:
-  // Lost: asking again would print c10d's warnings each time. Silent: lost as it did not answer, its rank is stopped.
+  // Lost: another request would print c10d's warnings each time. Silent: lost because it did not respond, its rank is
+  // stopped.
   enum class Reach : uint8_t { Answers, Lost, Silent };
 
   template <class Ask>

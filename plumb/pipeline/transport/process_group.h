@@ -42,7 +42,7 @@ class ProcessGroup {
   // --- for messages (transport.h, broadcast.h) ---
   // Null: one process alone.
   const c10::intrusive_ptr<c10d::Backend>& backend() const;
-  // What values on device() go through. Null: all values are staged through backend().
+  // Returns the backend that values on device() go through. Null: all values are staged through backend().
   const c10::intrusive_ptr<c10d::Backend>& device_backend() const;
   // Carries error texts between ranks. May be null.
   const c10::intrusive_ptr<c10d::Store>& store() const;

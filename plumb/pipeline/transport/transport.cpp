@@ -308,7 +308,7 @@ wire::Message Transport::receive(int index, const std::string& action, const Agr
     s.come(index, action);
   }
   const Came c = std::exchange(s.came[index], {});
-  std::vector<at::Tensor> values;  // that travelled on their device
+  std::vector<at::Tensor> values;  // that traveled on their device
   try {
     if (s.direct()) values = s.direct()->take(index);
   } catch (const std::exception& e) {

@@ -109,7 +109,7 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
   const std::string text = what_gloo_says(e);
   bool late = text.find("imed out") != std::string::npos;
   late ? failures.publish_late(peer) : failures.note_closed(peer);
-  // The peer may have told its reason on another way, or be about to.
+  // The peer may have given its reason on another way, or be about to.
   const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
   const auto until = Clock::now() + patience;
   auto told_by = find_told();

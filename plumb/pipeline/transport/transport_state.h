@@ -116,7 +116,7 @@ struct Transport::State {
                                 const std::string& remedy);
   [[noreturn]] void raise(const std::string& message, const std::string& remedy);
   std::optional<Cause> told_cause(const at::Tensor& buffer) const;
-  // Finds out why `peer` does not answer, tells the others, and throws.
+  // Finds out why `peer` does not respond, tells the others, and throws.
   [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e);
   // Marks the group as failed and tells every peer that waits for messages of this rank.
   void fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept;
