@@ -6,9 +6,9 @@
 
 #include "gpt.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/pipeline/timeline.h"
-#include "plumb/transforms/scales_graph.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/pipeline/runtime/timeline.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/scales_graph.h"
 #include "text_data.h"
 
 namespace example {
@@ -38,7 +38,7 @@ struct RunResult {
 // Warm-up over the first tenth, then a cosine to zero: the factor on the learning rate.
 double schedule(int step, int steps);
 
-// The variant's graph for batches of `rows`, from the same start whoever asks.
+// Returns the variant's graph for batches of `rows`, with the same initial weights for every caller.
 std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& options, Variant variant, int rows);
 TextBatches make_batches(const DemoOptions& options);
 

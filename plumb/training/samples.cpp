@@ -6,7 +6,7 @@
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/join.h"
 #include "plumb/core/table.h"
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/training/inputs.h"
 #include "plumb/training/token_files.h"
 #include "plumb/training/usage.h"
@@ -119,7 +119,7 @@ class TokenWindows : public Samples {
   int64_t length_ = 0;
 };
 
-// The file's only tensor, or that of this name.
+// Returns the file's only tensor, or that of this name.
 at::Tensor load_one(const std::string& option, const std::string& path, const std::string& name) {
   const c10::IValue value = load_tensor_file(path);
   if (value.isGenericDict()) {

@@ -11,15 +11,15 @@
 #include "plumb/core/checksum.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/sym_expr.h"
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/exported/zip_file.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/tree_spec.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
-#include "plumb/pipeline/message.h"
-#include "plumb/pipeline/timeline.h"
+#include "plumb/pipeline/runtime/timeline.h"
+#include "plumb/pipeline/transport/message.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/history_format.h"
 #include "plumb/recording/rules.h"
@@ -80,7 +80,7 @@ std::string broken_archive(const std::string& seed, Random& random) {
   return mutate_archive(seed, std::move(entries), random, crc32);
 }
 
-// Of a file whose JSON header's length stands at byte `at`. The header says otherwise, and its length fits again.
+// Breaks a file whose JSON header's length stands at byte `at`: the header changes, and its length fits again.
 std::string broken_header(const std::string& seed, size_t at, Random& random) {
   if (chance(random, 4)) return broken_bytes(seed, random);
   uint64_t length = 0;

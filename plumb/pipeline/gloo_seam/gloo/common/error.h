@@ -1,2 +1,0 @@
-// c10d's Gloo header includes this file and uses nothing of it.
-#pragma once

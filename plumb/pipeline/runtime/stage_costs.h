@@ -1,0 +1,36 @@
+// The costs of a cut graph's stages, measured by running them, for the comparison of schedules.
+#pragma once
+
+#include <vector>
+
+#include "plumb/partition/cost.h"
+#include "plumb/partition/pipe.h"
+#include "plumb/schedule/compare.h"
+
+namespace plumb {
+
+struct StageCostOptions {
+  int repeats = 5;  // the fastest of so many runs counts
+  // Cost of a message between ranks: seconds, and bytes in a second.
+  double seconds_per_message = 5e-5;
+  double bytes_per_second = 2e9;
+  // Bytes of a parameter, its gradient and the optimizer's state, as a multiple of the parameter's bytes (4: AdamW).
+  double bytes_per_parameter_byte = 4;
+  Machine machine = {};  // for estimates
+};
+
+// Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Every stage runs on
+// its inputs in a run of all, forwards, whole backwards and both halves. Activations are what a stage holds from its
+// forward to its backward; Costs::held_for_weight is the largest share of it that any stage holds after the input half.
+// State, gradients and the random generator are left as they were. Throws what a stage throws.
+StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs,
+                          const StageCostOptions& options = {});
+
+// Estimates these costs from shapes alone (estimate_cost), both halves of a backward alike.
+StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options = {});
+
+// Returns inputs to measure with, of the sizes and types the graph was made for: random numbers, zeros for integers.
+// Throws Error(InvalidArgument) for an input whose sizes are not known.
+std::vector<c10::IValue> example_inputs(const GraphModule& module);
+
+}  // namespace plumb

@@ -1,0 +1,38 @@
+// Memory that other processes of the host hold, too: it stays when the process that made it is gone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace plumb {
+
+// Bytes without a name in any file system: they are free with the last process that holds them, however it ends.
+// The maker may let it grow while others hold it, and nobody can make it smaller under them.
+class SharedMemory {
+ public:
+  // Its address for others: a process and one of its file descriptors.
+  struct Address {
+    std::int64_t process = 0, descriptor = -1;
+  };
+
+  // Makes an empty memory. Throws Error(ExecutionFailed) if the system gives none.
+  SharedMemory();
+  // Opens the memory of another process, to read it. Throws Error(Communication) if the process is gone or names
+  // something else.
+  explicit SharedMemory(const Address& address);
+
+  Address address() const;
+  // For its maker: grows to at least `bytes`, keeps the contents, and returns their address. Throws Error(CannotWrite)
+  // without room: another process in this one's place would have none, either.
+  char* grow(std::int64_t bytes);
+  // Returns all that it has by now, as a tensor of bytes to read, which holds them by itself.
+  at::Tensor bytes() const;
+
+ private:
+  struct Held;
+  std::shared_ptr<Held> held_;
+};
+
+}  // namespace plumb

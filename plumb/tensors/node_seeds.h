@@ -1,0 +1,49 @@
+// Random numbers of a graph's nodes that do not depend on where the graph was cut.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace plumb {
+
+// While it lives, plans that run on this thread seed these generators anew for every random node, from `seed`, `place`
+// and the node's name. Names stay when a graph is cut, so a node draws the same numbers in the whole and in any stage.
+// The generators' states are afterwards those of the last node.
+//
+// `rows`, if known: number of rows of the batch that runs; `place`: the number of the first one. Dropout
+// then draws row by row, so that its masks do not depend on how the batch is cut into microbatches (run_by_rows()).
+class NodeSeeds {
+ public:
+  NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators, std::uint64_t place = 0, std::int64_t rows = 0);
+  ~NodeSeeds();
+  NodeSeeds(const NodeSeeds&) = delete;
+  NodeSeeds& operator=(const NodeSeeds&) = delete;
+
+ private:
+  friend void seed_node(std::uint64_t node, std::int64_t row);
+  friend bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
+  std::uint64_t seed_, place_;
+  std::int64_t rows_;
+  std::vector<at::Generator> generators_;
+  NodeSeeds* before_;
+};
+
+std::uint64_t seed_of_name(std::string_view name);
+// Seeds the generators of this thread's NodeSeeds, if there is one, for the node of this seed_of_name() and for this
+// row of the running ones.
+void seed_node(std::uint64_t node, std::int64_t row = 0);
+// Calls the operator of a random node row by row and puts the results together: dropout in its many forms, and
+// attention with dropout. The rows are the first dimension of its first argument; if that is a multiple of them ([rows
+// * heads, ...]), each row is that many entries. Returns false, and leaves the stack alone, if
+// - there is one row or their number is unknown,
+// - that dimension is no multiple of it,
+// - a row's result does not lie in memory as a part of the whole result would.
+bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
+// Returns whether a NodeSeeds lives on this thread.
+bool nodes_are_seeded();
+
+}  // namespace plumb

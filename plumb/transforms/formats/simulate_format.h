@@ -1,0 +1,54 @@
+// Simulates low-precision formats around everything that is a matrix product: its inputs (activations and weights, not
+// biases) are rounded forward, the gradient of its output is rounded backward. The product itself is computed in the
+// tensors' own type.
+//
+//   auto fp8 = plumb::simulate_fp8(plumb::unit_scale(module));
+//
+// A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them: "E4M3",
+// "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Blocks that share a scale ("mxfp8", "nvfp4") run along
+// the dimension that the product sums over; gradients' along the features (channels) of the output.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plumb/numerics/format.h"
+#include "plumb/transforms/module.h"
+
+namespace plumb {
+
+struct SimulateFormatOptions {
+  std::string fwd = "E4M3-SR";
+  std::string bwd = "E5M2-SR";
+  // Overrides what both formats say.
+  std::optional<Rounding> rounding;
+  int srbits = 0;  // random bits of stochastic rounding; 0: all
+  // Operators to treat, "aten::linear" or "plumb::linear" (both spellings of one stand for both); empty: all.
+  std::vector<std::string> operators;
+  // Patterns (*, ?) of module paths, parameter names or value names that are left alone: "lm_head", "layers.0.*".
+  std::vector<std::string> exclude;
+};
+
+// Throws Error(UnknownName) for an operator that is no matrix product. Returns whether anything
+// changed.
+bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report = nullptr);
+
+// Returns a new module that shares the tensors of `module`.
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
+                                                   const SimulateFormatOptions& options);
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
+                                                   const FPFormat& bwd);
+// E4M3 forward, E5M2 backward, of the family without infinities, rounded stochastically: as unit-scaling 0.3.5 has it.
+// `options` may ask for another rounding, and for other formats ("e4m3fn-RN", "e5m2-RN" are the hardware's).
+std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
+                                                const SimulateFormatOptions& options = {});
+
+// "a,b" as a pass's option gives a list.
+std::vector<std::string> split_names(const std::string& text);
+
+// Returns names of the operators that are matrix products, as `operators` takes them.
+std::vector<std::string> matrix_product_operators();
+
+}  // namespace plumb

@@ -1,0 +1,89 @@
+// Stage 5 of unit_scale on a live model: weights and biases are scaled where they are, at once, by what their layers
+// say they are, and the model's graph, made later, confirms it or takes it back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "plumb/transforms/report.h"
+
+namespace plumb {
+
+enum class ScaledKind : uint8_t { Weight, Bias };
+
+// A weight's values as they are in float32 (or float64), and their standard deviation. No deviation if there is none to
+// divide by: a single value, or one that is not finite and positive; `obstacle` says why.
+struct WeightScale {
+  at::Tensor wide;
+  double std = 1;
+  std::string obstacle;
+};
+WeightScale measure_weight(const at::Tensor& weight);
+
+class ParameterScaling {
+ public:
+  // A parameter of the live model under all of its names, and what its layer says it is.
+  struct Proposal {
+    std::vector<std::string> names;
+    at::Tensor parameter;
+    std::optional<ScaledKind> kind;  // none: nothing is known yet
+  };
+
+  // Divides weights by their standard deviation and sets biases to zero, in place. Remembers how to undo that, and
+  // every parameter's version. Returns the first names of the parameters that changed.
+  std::vector<std::string> propose(const std::vector<Proposal>& proposals);
+
+  // --- confirm by a graph: called by unit_scale for every parameter that the graph's operators use ---
+  // Whether it was scaled or confirmed before. From here on it counts as confirmed.
+  bool confirm(const std::vector<std::string>& names);
+  // Writes values of a parameter that was not proposed. False if somebody has changed it since propose().
+  bool write(const std::vector<std::string>& names, const at::Tensor& parameter, const at::Tensor& values);
+  // Restores a parameter's own values, unless a graph has confirmed it or somebody has changed it since propose().
+  // Returns whether it did.
+  bool undo(const std::vector<std::string>& names, const at::Tensor& parameter);
+  // Adds an entry for every scaled parameter that the report does not name yet.
+  void add_to(Report& report) const;
+
+  // Somebody has put other values there, or another tensor (load_state_dict).
+  void mark_changed(const std::string& name);
+  // Notes whether somebody has changed the parameter since propose(). Before a copy, which does not know the tensor.
+  void look_at(const std::string& name, const at::Tensor& parameter);
+  // Returns a copy for a copied model, whose tensors are new: their versions count from zero.
+  ParameterScaling for_copy() const;
+
+  // For files: (names, kind, std, values before) of every scaled parameter, the confirmed names, and of every name
+  // whether somebody has changed it since propose().
+  using Saved = std::tuple<std::vector<std::string>, int, double, std::optional<at::Tensor>>;
+  std::vector<Saved> scaled() const;
+  std::vector<std::string> confirmed() const;
+  std::map<std::string, bool> changed() const;
+  static ParameterScaling restore(const std::vector<Saved>& scaled, const std::vector<std::string>& confirmed,
+                                  const std::map<std::string, bool>& changed);
+
+ private:
+  struct Scaled {
+    std::vector<std::string> names;
+    ScaledKind kind = ScaledKind::Weight;
+    double std = 1;     // of a weight
+    at::Tensor before;  // a bias's own values
+  };
+  void add(Scaled scaled);
+  Scaled* find(const std::vector<std::string>& names);
+  bool untouched(const std::vector<std::string>& names, const at::Tensor& parameter) const;
+  void remember(const std::vector<std::string>& names, const at::Tensor& parameter);
+
+  std::vector<Scaled> scaled_;           // in the order of the model; no names: undone
+  std::map<std::string, size_t> index_;  // by every name
+  std::set<std::string> confirmed_;
+  // At which version each name's tensor was left; none: somebody has changed it.
+  std::map<std::string, std::optional<uint32_t>> versions_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,109 @@
+// Holds the measurements of a tracked graph: `plumb::track(x, slot, tracker)` nodes return x and write their
+// measurement into a slot of the ScaleTracker of that number.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "plumb/numerics/metrics.h"
+#include "plumb/numerics/metrics_sum.h"
+
+namespace plumb {
+
+// Measurements of a tensor and of its gradient. The fields of TensorMetrics, with the histogram on the side, so that
+// graphs of many nodes stay small.
+struct Metrics {
+  struct Data {
+    double mean_abs = 0, abs_mean = 0, std = 0, abs_max = 0, abs_min = 0;
+    int64_t numel = 0, nan_count = 0, inf_count = 0, zero_count = 0;
+    std::shared_ptr<const ExponentHistogram> histogram;  // null unless asked for
+
+    static Data of(const TensorMetrics& metrics);
+    TensorMetrics full() const;
+  };
+  Data fwd;
+  std::optional<Data> bwd;  // nothing before backward, or where no gradient comes
+};
+
+// Thread-safe. Forward measurements replace earlier ones and drop the gradient's, but where all are wanted together.
+class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
+ public:
+  static std::shared_ptr<ScaleTracker> create(MetricsOptions options = {});
+  ~ScaleTracker();
+  ScaleTracker(const ScaleTracker&) = delete;
+
+  // Returns the number by which `plumb::track` nodes know it; unique in the process, never used again.
+  int64_t id() const { return id_; }
+  // Returns the tracker of that number, or null when it is gone: its nodes then only return their tensors.
+  static std::shared_ptr<ScaleTracker> find(int64_t id);
+
+  // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is
+  // not touched.
+  int64_t add_slot(bool input);
+  size_t num_slots() const;
+  bool is_input(int64_t slot) const;
+
+  // Switched off, the nodes only return their tensors. On at the start.
+  void set_enabled(bool enabled) { enabled_ = enabled; }
+  bool enabled() const { return enabled_; }
+
+  enum class Direction { Forward, Backward };
+
+  // The measurements of a slot: everything at the start. With less, its node measures less or only returns its tensor.
+  struct Wanted {
+    bool forward = true, backward = true;
+    bool histogram = false;  // even if the options asked for none
+    // All tensors until clear() are measured as one tensor.
+    bool forward_together = false, backward_together = false;
+  };
+  void want(int64_t slot, Wanted wanted);
+  Wanted wanted(int64_t slot) const;  // nothing for a slot that is not there
+
+  // Nothing if there is no such slot or it saw no tensor.
+  std::optional<Metrics> metrics(int64_t slot) const;
+  // Returns the measurement of one direction; a slot may have a gradient's where the value itself was not wanted.
+  std::optional<Metrics::Data> measured(int64_t slot, Direction direction) const;
+  // Returns the sums behind measured(), to be added to others'; null where it is not wanted together.
+  std::shared_ptr<const MetricsSum> sum(int64_t slot, Direction direction) const;
+  void clear();
+
+  // Returns an empty tracker with the same slots and options.
+  std::shared_ptr<ScaleTracker> twin() const;
+
+  // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over. A device measures
+  // them itself and is not waited for until the numbers are asked for.
+  void record(int64_t slot, Direction direction, const at::Tensor& x);
+  // Records what was measured elsewhere, as options_for() says; not for slots wanted together.
+  void record(int64_t slot, Direction direction, const TensorMetrics& metrics);
+  MetricsOptions options_for(int64_t slot) const;
+  bool together(int64_t slot, Direction direction) const;
+
+ private:
+  // The measurements of one direction of a slot: the numbers, or the sum that they are asked of.
+  struct Seen {
+    bool any = false, together = false;
+    Metrics::Data data;
+    std::shared_ptr<MetricsSum> sum;
+    Metrics::Data numbers() const { return sum ? Metrics::Data::of(sum->metrics()) : data; }
+  };
+  struct Slot {
+    bool input = false;
+    Wanted wanted;
+    Seen fwd, bwd;
+  };
+  explicit ScaleTracker(MetricsOptions options);
+  void keep(int64_t slot, Direction direction, Seen seen);
+  const int64_t id_;
+  const MetricsOptions options_;
+  std::atomic<bool> enabled_ = true;
+  mutable std::mutex mutex_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace plumb
