@@ -50,8 +50,9 @@ struct ExportedProgram {
   // JSON (plumb/checkpoint/pretrained.h): the folder of `transformers` that the program was imported from, and what its
   // tensors are called there. Parameters without values, on the meta device, come from there. May be empty.
   std::string pretrained;
-  // Its tagged parameters (plumb/graph/parameter_tag.h) are those of a model that was written with unit-scaled layers,
-  // so they fit into that model. Else a transform made them, and a plain model cannot take them (load_pt2 marks them).
+  // Its tagged parameters (plumb/tensors/parameter_tag.h) are those of a model that was written with unit-scaled
+  // layers, so they fit into that model. Else a transform made them, and a plain model cannot take them (load_pt2 marks
+  // them).
   bool unit_scaled_layers = false;
   int64_t schema_major = 8, schema_minor = 0;
 };

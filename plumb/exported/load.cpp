@@ -9,7 +9,7 @@
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/weights.h"
 #include "plumb/exported/zip_file.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

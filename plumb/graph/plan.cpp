@@ -13,8 +13,8 @@
 #include "plumb/core/mix_bits.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/dispatch_keys.h"
-#include "plumb/graph/node_seeds.h"
 #include "plumb/graph/operator_facts.h"
+#include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
 namespace {

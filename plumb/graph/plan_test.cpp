@@ -5,7 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {
