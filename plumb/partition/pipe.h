@@ -82,7 +82,7 @@ class Pipe {
   void move_stage(int index, at::Device device);
   void to(at::Device device);
 
-  // Top graph, ports, stages and backward as text.
+  // Returns top graph, ports, stages and backward as text.
   std::string print_readable() const;
   // Returns the text of one stage's graph.
   std::string stage_text(int index) const;

@@ -41,7 +41,7 @@ class ReplicaSums {
 
   // `rows`: of this replica's batch; with `weighted` a replica's gradients count by its rows.
   void begin_step(double rows, bool weighted);
-  // The stage's own share of the step is there; nobody changes it until finish().
+  // Called when the stage's own share of the step is there; nobody changes it until finish().
   void stage_done(int stage, const GradientAccumulator& gradients);
   // Throws the error of the sums so far, if there is one.
   void check() const;

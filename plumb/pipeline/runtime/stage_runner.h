@@ -137,10 +137,10 @@ class StageRunner {
 // Returns `x` where the stage computes.
 at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x);
 
-// Values that stay in this process, rounded as if they had traveled.
+// Returns values that stay in this process, rounded as if they had traveled.
 std::vector<MessageValue> arrived(std::vector<MessageValue> values);
 
-// "output 0 of stage 1, microbatch 2"
+// Returns "output 0 of stage 1, microbatch 2".
 std::string value_name(const char* what, size_t index, int stage, int m);
 
 // Throws Error(Numerics) for a value that is not finite; `name` gives its name.
