@@ -14,7 +14,7 @@ namespace plumb {
 Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<Arg> args, const Node* node,
                   const Value* like);
 
-// All uses of `node` go to `made`, and with them the name of its result where it has just one; `node` is erased.
+// Moves all uses of `node` to `made`, and with them the name of its result if it has just one; erases `node`.
 void replace_and_name(Graph& graph, Node* node, Node* made);
 
 // For reports: "also named b, c" of one tensor's names a, b, c; "" if it has just one.
