@@ -43,6 +43,7 @@
 #include "plumb/training/trainer.h"
 #include "plumb/transforms/fold.h"
 #include "plumb/transforms/module.h"
+#include "plumb/transforms/scale_causes.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
