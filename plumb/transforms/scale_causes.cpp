@@ -44,7 +44,7 @@ struct Changes {
     if (change.by < down.by) down = change;
     if (change.by > up.by) up = change;
   }
-  void take(const Changes& others) {
+  void take_all(const Changes& others) {
     take(others.down);
     take(others.up);
   }
@@ -88,7 +88,7 @@ class CauseFinder {
       double expected = 0;
       for (size_t input : nodes_[i].inputs) {
         expected += log_size(*value(input));
-        if (!is_near(log_std(*value(input)))) of_value_[i].take(of_value_[input]);
+        if (!is_near(log_std(*value(input)))) of_value_[i].take_all(of_value_[input]);
       }
       return of_value_[i].take({log_size(*value(i)) - expected, i});
     }
@@ -100,7 +100,7 @@ class CauseFinder {
     }
     const double before = nearest ? log_std(*value(*nearest)) : 0;
     of_value_[i].take({away(before, here), i});
-    if (!is_near(before)) of_value_[i].take(of_value_[*nearest]);
+    if (!is_near(before)) of_value_[i].take_all(of_value_[*nearest]);
   }
 
   void follow_gradient(size_t i) {
@@ -115,11 +115,11 @@ class CauseFinder {
     }
     if (!nearest) return of_gradient_[i].take({here, users_[i].empty() ? i : users_[i].front()});
     double before = log_std(*gradient(*nearest));
-    if (!is_near(before)) of_gradient_[i].take(of_gradient_[*nearest]);
+    if (!is_near(before)) of_gradient_[i].take_all(of_gradient_[*nearest]);
     if (multiplies(*nearest)) {
       const auto& inputs = nodes_[*nearest].inputs;
       const size_t other = inputs[0] == i ? inputs[1] : inputs[0];
-      if (!is_near(log_std(*value(other)))) of_gradient_[i].take(of_value_[other]);
+      if (!is_near(log_std(*value(other)))) of_gradient_[i].take_all(of_value_[other]);
       before += log_size(*value(other));
     }
     const bool adds_up = uses > 1 && here > before;
