@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <span>
@@ -77,16 +78,20 @@ class CauseFinder {
   const Changes& of_gradient(size_t i) const { return of_gradient_[i]; }
 
  private:
+  // True if the node's scale is the product of its first two inputs' scales.
   bool multiplies(size_t i) const {
-    return nodes_[i].target.starts_with("aten::mul.") && nodes_[i].inputs.size() == 2 && value(nodes_[i].inputs[0]) &&
-           value(nodes_[i].inputs[1]);
+    static const char* const kProducts[] = {"aten::mul.", "plumb::linear", "plumb::matmul", "plumb::conv"};
+    const auto& inputs = nodes_[i].inputs;
+    return inputs.size() >= 2 && value(inputs[0]) && value(inputs[1]) &&
+           std::any_of(std::begin(kProducts), std::end(kProducts),
+                       [&](const char* name) { return nodes_[i].target.starts_with(name); });
   }
 
   void follow_value(size_t i) {
     const double here = log_std(*value(i));
     if (multiplies(i)) {
       double expected = 0;
-      for (size_t input : nodes_[i].inputs) {
+      for (size_t input : {nodes_[i].inputs[0], nodes_[i].inputs[1]}) {
         expected += log_size(*value(input));
         if (!is_near(log_std(*value(input)))) of_value_[i].take_all(of_value_[input]);
       }
@@ -116,8 +121,8 @@ class CauseFinder {
     if (!nearest) return of_gradient_[i].take({here, users_[i].empty() ? i : users_[i].front()});
     double before = log_std(*gradient(*nearest));
     if (!is_near(before)) of_gradient_[i].take_all(of_gradient_[*nearest]);
-    if (multiplies(*nearest)) {
-      const auto& inputs = nodes_[*nearest].inputs;
+    const auto& inputs = nodes_[*nearest].inputs;
+    if (multiplies(*nearest) && (inputs[0] == i || inputs[1] == i)) {
       const size_t other = inputs[0] == i ? inputs[1] : inputs[0];
       if (!is_near(log_std(*value(other)))) of_gradient_[i].take_all(of_value_[other]);
       before += log_size(*value(other));
@@ -142,7 +147,7 @@ std::string reason_of(const ScaleNode& node, size_t uses,
   auto it = said.find(node.name);
   if (it != said.end() && !it->second->reason.empty()) return it->second->reason;
   if (node.target.starts_with("plumb::"))
-    return "its factors hold for inputs of unit scale that are independent of each other";
+    return "its factors are for independent inputs of unit scale, and a constraint gives gradients that of the output";
   return "it has no factor";
 }
 

@@ -67,6 +67,14 @@ TEST(ScaleCauses, FollowAProductToItsOtherOperand) {
   for (const auto& cause : causes) EXPECT_THAT(cause.nodes, ElementsAre("b"));
   EXPECT_THAT(causes[0].tensors, ElementsAre("b", "p"));
   EXPECT_THAT(causes[1].tensors, ElementsAre("a"));
+
+  // A weight's gradient is that of the output times the input, a bias's is not.
+  graph.nodes = {node("c", "c", {}, 1, 1), node("b", "aten::tanh", {0}, 0.02, 1), node("w", "l.weight", {}, 1, 0.02),
+                 node("v", "l.bias", {}, 1, 0.02), node("p", "plumb::linear", {1, 2, 3}, 1, 1)};
+  const auto of_linear = scale_causes(graph, {said("b", "no unit-scaled equivalent")});
+  ASSERT_EQ(of_linear.size(), 3u);
+  for (const auto& cause : of_linear) EXPECT_EQ(cause.tensors.size(), 1u);
+  for (const auto& cause : of_linear) EXPECT_THAT(cause.nodes, ElementsAre(cause.tensors[0] == "l.bias" ? "p" : "b"));
 }
 
 TEST(ScaleCauses, SaysWhereGradientsAddUpAndWhichParametersCameSmall) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from ._apply import forward_of
 from ._report import report
 
 
-class ScaleCauses(list):
+class ScaleCauses(list[dict[str, Any]]):
     """Dicts with ``gradients``, ``small``, ``target``, ``reason``, ``factor``, ``least``, ``most``, ``nodes``, ``tensors`` and
     ``text``, one for each cause. Prints as text, a line each."""
 
