@@ -1,7 +1,7 @@
-"""What a checkpoint in the background costs a training: a GPT of 6 layers and width 320 with AdamW, sequence 128, batch 8, one
-thread, a save every 20 steps. Prints Markdown.
+"""Cost of a checkpoint in the background for a training: a GPT of 6 layers and width 320 with AdamW, sequence 128,
+batch 8, one thread, a save every 20 steps. Prints Markdown.
 
-Rounds of 20 steps with a save at their begin and without are taken in turn; ratios are of neighbouring rounds. "Clock" is what a
+Rounds of 20 steps with a save at their begin and without are taken in turn; ratios are of neighboring rounds. "Clock" is what a
 person waits, "thread" the processor time of the thread that trains, "process" that of all threads, the writing one's too: what
 the save takes from others where no core is idle.
 """

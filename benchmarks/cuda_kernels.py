@@ -7,7 +7,7 @@ TURNS = 20
 
 
 def seconds(run):
-    """The median of a call's times, on the device's own clock."""
+    """Returns the median of a call's times, on the device's own clock."""
     for _ in range(3):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TURNS)]
@@ -32,8 +32,6 @@ def cases(x):
     yield "encode", lambda: ops.encode(x, "e4m3fn-RN"), wide + 1
     yield "decode", lambda: ops.decode(codes, "e4m3fn-RN", dtype=x.dtype), wide + 1
     yield "unit-scaled gelu", lambda: ops.gelu(x), 2 * wide
-    yield "unit-scaled softmax, rows of 4096", lambda: ops.softmax(rows, -1), 2 * wide
-    yield "unit-scaled rms_norm, rows of 4096", lambda: ops.rms_norm(rows, [4096]), 2 * wide
     yield "metrics", lambda: ops.tensor_metrics(x), wide
     yield "metrics with histogram", lambda: ops.tensor_metrics(x, True), wide
     yield (

@@ -2,7 +2,7 @@
 
 One thread. Times are the thread's own processor time (other processes' turns do not count; a CPU backward runs on its
 caller's thread), taken in turn in one process: the best of many rounds for times a node, for steps the median of the
-ratios of neighbouring rounds. Peaks of allocations are exact: every allocation of torch's CPU allocator is counted.
+ratios of neighboring rounds. Peaks of allocations are exact: every allocation of torch's CPU allocator is counted.
 """
 
 from __future__ import annotations

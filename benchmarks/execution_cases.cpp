@@ -1,6 +1,6 @@
-// What execution_bench.py cannot do in Python: loops of C++ eager, every allocation of a step counted, and the times of
-// the graph's own work on large graphs. A library that the script loads, so that all is measured in turn in one
-// process.
+// The parts of execution_bench.py that Python cannot do: loops of C++ eager, every allocation of a step counted, and
+// the times of the graph's own work on large graphs. A library that the script loads, so that all is measured in turn
+// in one process.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/profiler.h>
 
@@ -22,7 +22,7 @@ plumb::TensorMeta f32(std::vector<int64_t> sizes) {
   return meta;
 }
 
-// Blocks of what real graphs have: linear layers, also spelt as t + matmul + add_, views, equal nodes, dead nodes,
+// Blocks of what real graphs have: linear layers, also spelled as t + matmul + add_, views, equal nodes, dead nodes,
 // numbers to fold.
 plumb::GraphModule large_graph(int64_t nodes) {
   using plumb::Value;

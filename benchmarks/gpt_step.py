@@ -2,7 +2,7 @@
 
 python benchmarks/gpt_step.py                      a GPT of 1 billion parameters on the CUDA device
 python benchmarks/gpt_step.py --tiny --device cpu  a very small one: shows that everything runs, its times mean nothing
-python benchmarks/gpt_step.py --case fp8           one case; answers its numbers as JSON
+python benchmarks/gpt_step.py --case fp8           one case; returns its numbers as JSON
 """
 
 import argparse
@@ -38,7 +38,7 @@ CASES = {
 
 
 class Run:
-    """What a case needs to know: the model's sizes, how many steps, the device."""
+    """Settings of a case: the model's sizes, the number of steps, the device."""
 
     def __init__(self, tiny, device):
         self.sizes, self.batch = (TINY, 4) if tiny else (LARGE, 4)
@@ -176,7 +176,7 @@ def run_case(name, tiny, device):
 
 
 def measured(name, options, limit):
-    """The case's numbers, from a process of its own: memory and compiled code of one are not the next one's."""
+    """Returns the case's numbers, from a process of its own: memory and compiled code of one are not the next one's."""
     command = [sys.executable, os.path.abspath(__file__), "--case", name, "--device", options.device]
     command += ["--tiny"] if options.tiny else []
     try:

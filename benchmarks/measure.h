@@ -1,4 +1,4 @@
-// What benchmarks measure with, compiled into each of them.
+// Measuring functions, compiled into each benchmark.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// Quantisers and metrics beside what they are measured by: x.sum(), x.clone(), memcpy. One thread.
+// Quantizers and metrics beside what they are measured by: x.sum(), x.clone(), memcpy. One thread.
 //
 //   numerics_bench                     all cases, Google Benchmark's options
-//   numerics_bench --ratios            interleaved rounds in this process, best of each, and the ratios that matter:
-//   the
-//                                      memory's speed moves between runs, so only ratios within one run mean anything
+//   numerics_bench --ratios            interleaved rounds in this process, best of each, and the ratios
+//                                      that matter: the memory's speed moves between runs, so only
+//                                      ratios within one run mean anything
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>

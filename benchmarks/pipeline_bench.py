@@ -180,7 +180,7 @@ def child(what: str, name: str, steps: int) -> None:
 
 
 def run(what: str, name: str = "", steps: int = 10, ranks: int = 2, **more: str) -> list[list[float]]:
-    """The result of every rank."""
+    """Returns the result of every rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -263,7 +263,7 @@ def gpt(rounds: int, steps: int, only: list[str]) -> None:
     print(
         f"\nGPT over two processes ({LAYERS} layers, width {WIDTH}, {HEADS} heads, sequence {SEQUENCE}, vocabulary "
         f"{VOCABULARY}, {MICROBATCHES} microbatches of {ROWS}, AdamW), milliseconds a step, best and median of all. "
-        "Peaks are those of the rank that has most, of all tensors, weights and optimiser included; beside: without what "
+        "Peaks are those of the rank that has most, of all tensors, weights and optimizer included; beside: without what "
         "lives between steps. Bubbles are of the quickest step, simulated with its stages' mean durations."
     )
     names = [n for n in [*TORCH, *ONLY_PLUMB] if not only or n in only]
@@ -291,7 +291,7 @@ def gpt(rounds: int, steps: int, only: list[str]) -> None:
         return max(rank[6] - rank[7] for rank in runs[0]) / 2**20
 
     def quickest(runs: list[list[list[float]]]) -> list[float]:
-        """What rank 0 measured in the quickest run."""
+        """Times that rank 0 measured in the quickest run."""
         return min(runs, key=lambda r: max(rank[0] for rank in r))[0]
 
     rows = []

@@ -1,4 +1,4 @@
-// What pipeline_bench.py measures: the two halves of a stage's backward, the runtime's own cost, and a GPT trained over
+// Cases of pipeline_bench.py: the two halves of a stage's backward, the runtime's own cost, and a GPT trained over
 // processes. A library that the script's processes load, so that torch's own pipelining is measured in the same run.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/profiler.h>
@@ -176,7 +176,7 @@ int action_cost(const char* schedule, int64_t microbatches, int64_t steps, doubl
 // The time line of the quickest is held against the simulation with the stages' own mean durations and messages of that
 // step. out (rank 0): best and median seconds a step, the last loss, measured bubble, simulated bubble, the simulated
 // step as a multiple of the measured one; every rank: peak bytes of all tensors, and those of weights, gradients and
-// the optimiser's state before the step.
+// the optimizer's state before the step.
 int train_gpt(const char* schedule, int64_t width, int64_t heads, int64_t sequence, int64_t vocabulary, int64_t layers,
               int64_t microbatches, int64_t rows, int64_t recompute, int64_t steps, double* out) try {
   count_allocations();

@@ -1,7 +1,7 @@
-"""What a Recorder costs a training step: a GPT of 4 layers and width 256, sequence 128, batch 8, one thread. Prints
+"""Cost of a Recorder for a training step: a GPT of 4 layers and width 256, sequence 128, batch 8, one thread. Prints
 Markdown.
 
-Times are the thread's own processor time, in rounds of ten steps taken in turn; ratios are medians over neighbouring
+Times are the thread's own processor time, in rounds of ten steps taken in turn; ratios are medians over neighboring
 rounds. "captured" is the same model's captured graph with nothing in it that measures.
 """
 

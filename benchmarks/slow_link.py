@@ -2,7 +2,7 @@
 
 1F1B, 8 microbatches, one thread a process. The link is the loopback device of a network namespace, for which the script needs
 root, with tc's token bucket: what both processes send together goes at 100 Mbit/s. Steps with float32 and with FP8 are taken in
-turn in the same processes; times are medians, the share is the median of the ratios of neighbouring steps. "Computed" is the
+turn in the same processes; times are medians, the share is the median of the ratios of neighboring steps. "Computed" is the
 busier rank's time on a processor. "Kept waiting" is the share of the steps over the slow link in which a rank was ready to run
 and had no processor: where that is more than a few percent, other programs ran, and the figures are not the link's.
 """
@@ -49,7 +49,7 @@ def clocks() -> list[float]:
 
 
 def steps(rank: int, size: int, *sizes: int) -> list[list[list[float]]]:
-    """What each step took by each clock, [by wire][step][clock]."""
+    """Times of each step by each clock, [by wire][step][clock]."""
     schedules = []
     for wire in WIRES:
         model, ids = model_and_batch(*sizes)
@@ -66,7 +66,7 @@ def steps(rank: int, size: int, *sizes: int) -> list[list[list[float]]]:
 
 
 def half_of_eager(*sizes: int) -> float:
-    """A processor's seconds for half of what eager mode computes in a step: a rank's share."""
+    """Returns a processor's seconds for half of what eager mode computes in a step: a rank's share."""
     model, ids = model_and_batch(*sizes)
     seconds = []
     for _ in range(WARM + 6):

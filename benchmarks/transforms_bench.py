@@ -39,7 +39,7 @@ BATCH = 8
 
 
 def without_positions() -> type:
-    """The oracle fails on `tok + pos`: its model has no such sum."""
+    """Returns a model without positions: the oracle fails on `tok + pos`, as its model has no such sum."""
     from zoo import GPT
 
     class Model(GPT):
@@ -70,7 +70,7 @@ class Step:
 
 
 def seconds_of_first_call(transform: Callable[[nn.Module], nn.Module], eager: float, positions: bool) -> float:
-    """What transforming and the first step take beyond an eager step."""
+    """Seconds of transforming and the first step, beyond an eager step."""
 
     def first() -> None:
         Step(transform, positions)()
@@ -213,7 +213,7 @@ def small_models() -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]]:
 
 
 def models(rounds: int, only: list[str]) -> None:
-    """What `optimise` does to graphs of several kinds: it must make none slower."""
+    """Effect of `optimise` on graphs of several kinds: it must make none slower."""
     rows = []
     for name, make in small_models().items():
         if only and name not in only:
@@ -251,7 +251,7 @@ def models(rounds: int, only: list[str]) -> None:
                     verdict(ratio, 1.02),
                 ]
             )
-    print(f"\nSteps of optimised graphs over those of the same graphs as they were; {rounds} pairs, middle half as range.")
+    print(f"\nSteps of optimized graphs over those of the same graphs as they were; {rounds} pairs, middle half as range.")
     table(["", "graph", "ms", "nodes", "ratio", "range", "bar"], rows)
 
 
@@ -356,7 +356,7 @@ def resident_of(name: str) -> None:
 
 
 def resident(only: list[str]) -> None:
-    """What a process has grown by: most of it is free memory of the heap, which can be given back."""
+    """Growth of the process's memory: most of it is free memory of the heap, which can be given back."""
     rows = []
     for name in ["eager", *(v for v in variants() if not v.startswith("oracle"))]:
         if only and name not in only:

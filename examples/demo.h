@@ -38,7 +38,7 @@ struct RunResult {
 // Warm-up over the first tenth, then a cosine to zero: the factor on the learning rate.
 double schedule(int step, int steps);
 
-// The variant's graph for batches of `rows`, from the same start whoever asks.
+// Returns the variant's graph for batches of `rows`, with the same initial weights for every caller.
 std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& options, Variant variant, int rows);
 TextBatches make_batches(const DemoOptions& options);
 

@@ -38,7 +38,7 @@ plumb::Table table_of(const DemoResult& result) {
   return table;
 }
 
-// What was trained how: nobody should have to read the program for it.
+// Returns the settings of each training, so that nobody has to read the program for them.
 plumb::Table settings_of(const DemoOptions& o, const DemoResult& result) {
   auto text = [](double v) {
     char out[32];
@@ -56,7 +56,7 @@ plumb::Table settings_of(const DemoOptions& o, const DemoResult& result) {
            {"text", o.text},
            {"steps", std::to_string(o.steps) + " of " + std::to_string(o.batch) + " rows, in " +
                          std::to_string(o.microbatches) + " microbatches"},
-           {"optimiser", "AdamW; the rate warms up over the first tenth of the steps and then falls as a cosine to 0"},
+           {"optimizer", "AdamW; the rate warms up over the first tenth of the steps and then falls as a cosine to 0"},
            {"learning rates", rates + ": each run's best of a sweep"},
            {"formats", "values E4M3, gradients E5M2, rounded to nearest, in every matrix product"},
            {"tau", "attention " + text(o.tau_attention) + ", feed-forward " + text(plumb::UnitScaleOptions().tau_mlp) +

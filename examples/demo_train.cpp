@@ -21,7 +21,7 @@
 namespace example {
 namespace {
 
-// As hardware has them: the standard E4M3 and E5M2, rounded to the nearest.
+// Returns the formats of hardware: the standard E4M3 and E5M2, rounded to the nearest.
 plumb::SimulateFormatOptions hardware_fp8() {
   plumb::SimulateFormatOptions options;
   options.fwd = "e4m3fn-RN";

@@ -30,7 +30,7 @@ std::pair<at::Tensor, at::Tensor> batch(int step) {
   return {x, (x.narrow(1, 0, 1) * x.narrow(1, 1, 1)).sin()};
 }
 
-// A rank's part; answers the losses on the rank that has the last stage.
+// A rank's part; returns the losses on the rank that has the last stage.
 std::vector<double> train(const plumb::ProcessGroup& group, const std::string& table) {
   auto model = make_model();
   auto graph = plumb::capture(model, torch::zeros({kRows / kMicrobatches, 8}));
@@ -60,7 +60,7 @@ std::vector<double> train(const plumb::ProcessGroup& group, const std::string& t
   return losses;
 }
 
-// The same without plumb: microbatches one after the other.
+// Trains without plumb: microbatches one after the other.
 std::vector<double> train_alone() {
   auto model = make_model();
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));

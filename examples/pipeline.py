@@ -27,7 +27,7 @@ def halves() -> list[nn.Module]:
 
 
 def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What there is to learn: a wave along one direction of the inputs."""
+    """Returns a batch of a function to learn: a wave along one direction of the inputs."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))
     return x.to(device), torch.sin(x @ torch.linspace(-0.5, 0.5, 8)[:, None]).to(device)
 

@@ -4,7 +4,7 @@ over batch sizes, and writes the tables and curves of docs/training.md.
     python examples/training_comparison.py [--models gpt convnet] [--runs fp32 fp8 ...] [--out docs/data/training]
 
 Formats are simulated in the inputs of every matrix product and convolution, forward and backward (``simulate_format``);
-sums, norms, losses and the optimiser's weights stay in float32, as on hardware with such units. Results are kept in
+sums, norms, losses and the optimizer's weights stay in float32, as on hardware with such units. Results are kept in
 OUT/results.json run by run: what is there already is not run again, so an interrupted comparison goes on.
 """
 

@@ -33,7 +33,7 @@ def signatures(name: str, doc: str | None) -> list[str]:
 
 
 def explanation(name: str, doc: str | None) -> str:
-    """What a docstring of pybind11's says beside the signature."""
+    """Returns the text of a pybind11 docstring without the signature."""
     lines = [line for line in inspect.cleandoc(doc or "").splitlines() if not line.startswith(f"{name}(")]
     return "\n".join(lines).strip()
 
@@ -44,7 +44,7 @@ def docstring(text: str, indent: str) -> list[str]:
 
 
 def declared(declaration: str, text: str) -> list[str]:
-    """A declaration that ends in "...", with a docstring if there is one."""
+    """Returns a declaration that ends in "...", with a docstring if there is one."""
     indent = " " * (len(declaration) - len(declaration.lstrip()) + 4)
     return [declaration.removesuffix(" ..."), *docstring(text, indent), f"{indent}..."] if text else [declaration]
 
@@ -56,7 +56,7 @@ def cleaned(signature: str) -> str:
 
 
 def function(name: str, thing: Any, indent: str, method: bool) -> list[str]:
-    """The lines of a function; one that takes anything where its text is no Python."""
+    """Returns the lines of a function; one that takes anything where its text is no Python."""
     static = method and isinstance(thing, staticmethod)
     inner = thing.__func__ if static else thing
     found = [cleaned(s) for s in signatures(name, getattr(inner, "__doc__", None))]
@@ -86,7 +86,7 @@ def member(name: str, thing: Any) -> list[str]:
 
 
 def pybind_class(name: str, cls: type) -> list[str]:
-    if not cls.__module__.endswith("_C"):  # Python's own, which the engine was told
+    if not cls.__module__.endswith("_C"):  # Python's own class, registered with the engine
         return [f"from {cls.__module__} import {name} as {name}"]
     base = next((b.__name__ for b in cls.__bases__ if b.__module__.endswith("_C")), "")
     lines = [f"class {name}({base}):" if base else f"class {name}:"]

@@ -1,4 +1,4 @@
-// What a call that must fail says, and the error itself.
+// The message of a call that must fail, and the error itself.
 #pragma once
 
 #include <gtest/gtest.h>

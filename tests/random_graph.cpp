@@ -11,8 +11,8 @@
 namespace plumb {
 namespace {
 
-// Builds one graph and runs every node as it is made, on real tensors: types are what they are, and a node that would
-// raise an error is taken out again.
+// Builds one graph and runs every node as it is made, on real tensors: so types are the real ones. A node that would
+// throw an error is removed again.
 class Maker {
  public:
   Maker(uint64_t seed, const RandomGraphOptions& options) : rng_(seed), options_(options) {}
@@ -247,7 +247,7 @@ class Maker {
     }
   }
 
-  // The same node once more.
+  // Adds a copy of a node.
   void again(Graph& graph) {
     const Entry a = pick();
     const Node* node = a.value->producer();
@@ -319,7 +319,7 @@ static bool runs(const GraphModule& module) {
 }
 
 GraphModule random_graph(uint64_t seed, const RandomGraphOptions& options) {
-  // What running the nodes draws must not be seen.
+  // Random numbers drawn by the nodes must not change the caller's generator.
   at::Generator shared = at::detail::getDefaultCPUGenerator();
   at::Tensor saved = shared.get_state();
   at::manual_seed(seed);

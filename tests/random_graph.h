@@ -17,9 +17,9 @@ struct RandomGraphOptions {
   bool copies = true;   // equal nodes, dead nodes, constants: what the passes look for
 };
 
-// The same graph for the same seed and options. Values are f32 of two or three small dimensions, i64 and numbers; the
-// state has parameters (two of them tied), a buffer and a constant. Running it raises no error, its backward none
-// either.
+// Returns the same graph for the same seed and options. Values are f32 of two or three small dimensions, i64 and
+// numbers; the state has parameters (two of them tied), a buffer and a constant. Neither running it nor its backward
+// throws an error.
 GraphModule random_graph(uint64_t seed, const RandomGraphOptions& options = {});
 
 }  // namespace plumb

@@ -20,7 +20,7 @@ inline at::Tensor there(const at::Tensor& t) {
   return t.detach().to(test_device()).set_requires_grad(t.requires_grad());
 }
 
-// What at:: makes, there. Random numbers are the CPU's.
+// Returns a random tensor on the test device. Random numbers are the CPU's.
 inline at::Tensor randn_there(at::IntArrayRef sizes, const at::TensorOptions& options = {}) {
   return there(at::randn(sizes, options));
 }

@@ -41,7 +41,7 @@ def same(ours, theirs, state=True):
 
 
 def tried(function, *args):
-    """What a function answers, or the first words of its error."""
+    """Returns the result of a function, or the first words of its error."""
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001

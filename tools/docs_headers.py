@@ -8,7 +8,7 @@ _LIST = re.compile(r"(\d+\.|-) ")
 
 
 def _escaped(text: str) -> str:
-    """Names as code; characters that mean something in Markdown as themselves."""
+    """Returns names as code; characters that mean something in Markdown as themselves."""
     parts = re.split(r"(`[^`]*`)", text)
     for i in range(0, len(parts), 2):
         words = re.split(r"((?<![\w.])~?[A-Za-z]\w*(?:::~?\w+(?:\.\w+)?)*(?:\(\))?)", parts[i])
@@ -22,7 +22,7 @@ def _escaped(text: str) -> str:
 
 
 def prose(comment: list[str]) -> str:
-    """A comment's lines as Markdown: indented paragraphs are code, lists are lists, all else is text."""
+    """Returns a comment's lines as Markdown: indented paragraphs are code, lists are lists, all else is text."""
     blocks: list[str] = []
     for paragraph in "\n".join(comment).split("\n\n"):
         lines = [line for line in paragraph.split("\n") if line.strip()]
@@ -40,7 +40,7 @@ def prose(comment: list[str]) -> str:
 
 
 def _mask(code: str) -> str:
-    """The code with comments and literals blanked out, so that braces can be counted."""
+    """Returns the code with comments and literals blanked out, so that braces can be counted."""
     blank = lambda m: re.sub(r"[^\n]", " ", m.group())  # noqa: E731
     return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'", blank, code, flags=re.S)
 
@@ -113,7 +113,7 @@ def _declaration_end(mask: str, at: int) -> int:
             return i + 1
         if depth == 0 and mask[i] == "{":
             i = _closing(mask, i)
-            # A type or an initialiser goes on to its semicolon, a function's body does not.
+            # A type or an initializer goes on to its semicolon, a function's body does not.
             if not re.match(r"\s*[;,]", mask[i + 1 :]):
                 return i + 1
         i += 1
@@ -156,7 +156,7 @@ def _groups(body: str):
 
 
 def page(header: pathlib.Path) -> str:
-    """A header's section of its room's page."""
+    """Returns a header's section of its room's page."""
     text = header.read_text()
     top, _, body = text.partition("#pragma once")
     about = [re.sub(r"^// ?", "", line) for line in top.strip().split("\n")]

@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: pages that stand elsewhere or are generated, and docstrings as Markdown.
+"""Hooks for what mkdocs.yml cannot express: pages that stand elsewhere or are generated, and docstrings as Markdown.
 
 README.md is the site's front page, HACKING.md and CHANGELOG.md are pages; the C++ reference comes from the headers, the Python
 reference from the docstrings. Links to files outside of docs/ that are no pages become their names."""
@@ -35,7 +35,7 @@ def _modules() -> list[str]:
 
 
 MODULES = _modules()
-# What `plumb` itself imports by name; layers have their own page.
+# The names that `plumb` itself imports; layers have their own page.
 _TOP = re.findall(r"^from \.\w[\w.]* import \w+ as (\w+)", (ROOT / "python/plumb/__init__.py").read_text(), re.M)
 _MEMBERS = {
     "plumb": [name for name in _TOP if name != "__version__"],
@@ -83,7 +83,7 @@ def _reference() -> dict[str, str]:
 
 
 def _command_page() -> str:
-    """Every command's own --help."""
+    """Returns every command's own --help."""
     command = shutil.which("plumb") or str(ROOT / "build" / "bin" / "plumb")
     if not pathlib.Path(command).exists():
         raise SystemExit("docs: the page of the command is made by the command, which is not built: make")

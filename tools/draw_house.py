@@ -25,7 +25,7 @@ def room_includes(root: pathlib.Path, room: str):
 
 
 def _stands_on(root: pathlib.Path) -> dict[str, set[str]]:
-    """The rooms that each room's product code includes; tests may reach further."""
+    """Returns the rooms that each room's product code includes; tests may reach further."""
     rooms = listed_rooms(root)
     on = {
         room: {t for f, _, t in room_includes(root, room) if not f.name.endswith("_test.cpp")} & set(rooms) - {room}
@@ -35,7 +35,7 @@ def _stands_on(root: pathlib.Path) -> dict[str, set[str]]:
 
 
 def _below(on: dict[str, set[str]]) -> dict[str, set[str]]:
-    """All rooms that a room stands on, directly or not. `on` goes from the ground up."""
+    """Returns all rooms that a room stands on, directly or not. `on` goes from the ground up."""
     below: dict[str, set[str]] = {}
     for room, direct in on.items():
         below[room] = direct.union(*(below[d] for d in direct))
@@ -75,7 +75,7 @@ def _lay_out(on: dict[str, set[str]], edges: dict[str, set[str]]) -> tuple[dict,
 
 
 def _path(points: list[tuple[float, float]]) -> str:
-    """A line that leaves and meets every floor upright."""
+    """Returns a line that leaves and meets every floor upright."""
     d = ""
     for (x, y), (x2, y2) in itertools.pairwise(points):
         start, end = y + BOX_HEIGHT / 2, y2 - BOX_HEIGHT / 2

@@ -8,6 +8,7 @@ its weights, and the loss of every step, also of those that were computed twice.
     python tools/fault_table.py                 # 200 kills, 40 stops, 40 exceptions: about half an hour on two slow cores
     python tools/fault_table.py --kills 12 --stops 2 --raises 2 --pairs 3
     python tools/fault_table.py --combinations 300     # every way that keeps a run alive with every kind of run
+    python tools/fault_table.py --combinations 300 --tally tally.jsonl     # goes on after the runs that tally.jsonl has
 """
 
 import argparse
@@ -59,7 +60,7 @@ def actions(stage, microbatches=MICROBATCHES):
 
 
 def random_faults(kinds, count, first, steps, dice, stages=STAGES, replicas=1):
-    """Each in a step of its own, so that none of them is a loss of two neighbours at once."""
+    """Returns faults, each in a step of its own, so that none of them is a loss of two neighbors at once."""
     chosen = sorted(dice.sample(range(first, steps + 1, 3), count))
     faults = []
     for step in chosen:
@@ -74,7 +75,7 @@ class Runs:
         self.command, self.folder = command, folder
 
     def train(self, model, steps, *more):
-        """The run's events, each with the time at which it came."""
+        """Returns the run's events, each with the time at which it came."""
         arguments = [self.command, "train", model, "--data", "tokens.bin", "--steps", str(steps), "--lr", "0.01"]
         arguments += ["--threads", "1", "--microbatches", str(MICROBATCHES), "--stages", str(STAGES), "--json", *more]
         events = []
@@ -172,7 +173,7 @@ EXTRAS = {
 
 
 def recorded(history):
-    """What a history says, or None where this Python has no plumb to read it."""
+    """Returns a history's values, or None if this Python has no plumb to read it."""
     try:
         import plumb
     except ImportError:
@@ -183,13 +184,15 @@ def recorded(history):
 
 
 class Combination:
-    """Runs of one way of making up for lost ranks, kind of weights and layout; the extras are drawn for each run."""
+    """Runs of one way of making up for lost ranks, kind of weights and layout; the extras are drawn for each run.
+
+    add() does one run and returns the outcome, count() counts it.
+    """
 
     def __init__(self, make_up, weights, layout):
         self.title = f"{make_up} | {weights} | {layout}"
         self.make_up, self.weights, self.layout = make_up, weights, layout
         self.faults = self.runs = self.lost = self.compared = self.other = 0
-        self.wrong = []
 
     def train(self, runs, name, steps, extras, *more):
         for path in runs.folder.glob(f"{name}.*"):
@@ -208,10 +211,13 @@ class Combination:
         stages, replicas = LAYOUTS[self.layout]
         # At another cut other values are rounded on the wire, and tied weights are summed in another order.
         comparable = self.make_up != "re-cut to fewer" or ("wire" not in extras and self.weights != "tied, cut apart")
-        whole = f"whole-{len(wholes)}"
-        key = (self.weights, self.layout, extras)
+        # Only the wire changes what is computed: a run is compared with one that does all the rest.
+        key = (self.weights, self.layout, "wire" in extras)
         if comparable and key not in wholes:
-            events, code, errors = self.train(runs, whole, steps, extras)
+            whole = f"whole-{len(wholes)}"
+            events, code, errors = self.train(
+                runs, whole, steps, [extra for extra in EXTRAS if extra != "wire" or extra in extras]
+            )
             assert code == 0, errors
             wholes[key] = (whole, losses(events))
         # Faults are of the layout that is cut again: one of them counts.
@@ -222,46 +228,62 @@ class Combination:
             words += ["--inject", fault]
         events, code, errors = self.train(runs, "out", steps, extras, *words)
         happened = sum("injected" in event for _, event in events)
-        self.runs += 1
-        self.faults += happened
         done = losses(events)
         lost = code != 0 or done is None or len([k for k in done if k[0] == "step"]) != steps
         other = False
-        if comparable and not lost:
+        compared = comparable and not lost
+        if compared:
             name, expected = wholes[key]
-            self.compared += 1
+            expected = {k: v for k, v in expected.items() if k[0] == "step" or "evaluation" in extras}
             other = done != expected or not same_weights(runs.folder / f"{name}.pt2", runs.folder / "out.pt2")
             if "recorder" in extras and self.make_up != "re-cut to fewer":
                 other = other or recorded(runs.folder / f"{name}.history") != recorded(runs.folder / "out.history")
-        self.lost += lost
-        self.other += other
         if lost or other:
-            self.wrong.append((self.title, extras, code, faults, errors[-3000:]))
-        print(
-            f"{self.title} | {' '.join(extras)}: {happened} faults{', LOST' * lost}{', OTHER BITS' * other}",
-            file=sys.stderr,
-        )
+            print(self.title, extras, code, faults, errors[-3000:], sep="\n", file=sys.stderr)
+        return {
+            "title": self.title,
+            "extras": extras,
+            "faults": happened,
+            "compared": compared,
+            "lost": lost,
+            "other": other,
+        }
+
+    def count(self, one):
+        self.runs += 1
+        self.faults += one["faults"]
+        self.compared += one["compared"]
+        self.lost += one["lost"]
+        self.other += one["other"]
+        wrong = ", LOST" * one["lost"] + ", OTHER BITS" * one["other"]
+        print(f"{self.title} | {' '.join(one['extras'])}: {one['faults']} faults{wrong}", file=sys.stderr, flush=True)
 
     def text(self):
         return f"| {self.title} | {self.runs} | {self.faults} | {self.lost} | {self.other} of {self.compared} |"
 
 
-def combinations(runs, o, dice, begin):
+def combinations(runs, o, begin):
     write_model(runs.folder / "tied.pt2", 16, STAGES, 2, 12, tied=True)
     (runs.folder / "rules.toml").write_text("every = 2\n[[rule]]\n")
     (runs.folder / "held.bin").write_bytes((runs.folder / "tokens.bin").read_bytes()[:400])
     rows = [Combination(*names) for names in itertools.product(MAKE_UPS, WEIGHTS, LAYOUTS)]
     wholes, steps = {}, 17
+    tally = Path(o.tally or runs.folder / "tally.jsonl")
+    done = [json.loads(line) for line in tally.read_text().splitlines()] if tally.exists() else []
+    for one in done:
+        next(row for row in rows if row.title == one["title"]).count(one)
     while sum(row.faults for row in rows) < o.combinations and time.monotonic() - begin < o.seconds:
+        dice = random.Random(f"{o.seed} {sum(row.runs for row in rows)}")
         row = min(rows, key=lambda row: (row.faults, dice.random()))
-        row.add(runs, dice, steps, wholes)
+        one = row.add(runs, dice, steps, wholes)
+        row.count(one)
+        with tally.open("a") as lines:
+            lines.write(json.dumps(one) + "\n")
     print("| what makes up for a lost rank | weights | layout | runs | faults | runs lost | runs with other bits |")
     print("|---|---|---|---|---|---|---|")
     print("\n".join(row.text() for row in rows))
-    wrong = [w for row in rows for w in row.wrong]
-    print(f"\n{sum(row.runs for row in rows)} runs, {sum(row.faults for row in rows)} faults, {len(wrong)} wrong.")
-    for one in wrong:
-        print(*one, sep="\n", file=sys.stderr)
+    wrong = sum(row.lost + row.other for row in rows)
+    print(f"\n{sum(row.runs for row in rows)} runs, {sum(row.faults for row in rows)} faults, {wrong} wrong.")
     return 1 if wrong else 0
 
 
@@ -297,6 +319,7 @@ def parse():
     parser.add_argument(
         "--combinations", type=int, default=0, help="so many faults over all combinations, and nothing else"
     )
+    parser.add_argument("--tally", help="a line for each run of --combinations; runs that have one are not done again")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="rows whose title has this")
@@ -314,7 +337,7 @@ def main():
         noise = torch.Generator().manual_seed(1)
         (runs.folder / "tokens.bin").write_bytes(bytes(torch.randint(97, 105, (40000,), generator=noise).tolist()))
         if o.combinations:
-            return combinations(runs, o, dice, begin)
+            return combinations(runs, o, begin)
         steps = 64
         events, code, errors = runs.train("small.pt2", steps, "--save", "whole.pt2")
         assert code == 0, errors

@@ -33,7 +33,7 @@ STEPS = 3
 
 
 def train(module, parameters, args, kwargs):
-    """The weights after `STEPS` steps, and dropout drawn alike for whoever is trained."""
+    """Returns the weights after `STEPS` steps, with the same dropout for every model."""
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     torch.manual_seed(7)
     for _ in range(STEPS):

@@ -16,7 +16,7 @@
 #
 #   TORCH_PYTHON=/path/to/python   the Python that has torch (default: python3)
 #   GPU_BUILD=folder               a build folder that is there instead of build-gpu
-#   GPU_RESULTS=folder             where logs and the page go (default: .gpu; then the page is docs/gpu.md)
+#   GPU_RESULTS=folder             where logs and the page go (default: .gpu; then the page is docs/gpu.md, which a commit adds to mkdocs.yml)
 #   GPU_DEVICE=testdevice          a dry run: everything on the device for tests, the GPT a very small one on the CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."

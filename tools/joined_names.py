@@ -10,14 +10,14 @@ import re
 
 
 def _stripped(text: str) -> str:
-    """The text without raw strings and comments, line for line; the comments that close namespaces stay."""
+    """Returns the text without raw strings and comments, line for line; the comments that close namespaces stay."""
     text = re.sub(r'R"(\w*)\((.*?)\)\1"', lambda m: '""' + "\n" * m.group(2).count("\n"), text, flags=re.S)
     return re.sub(r"//(?! namespace)[^\n]*", "", text)
 
 
 def _parameter_types(text: str) -> set[tuple[str, ...]]:
-    """Of a declaration from its opening parenthesis on, without namespaces and the parameters' names: all of them, and
-    those without a default, with either of which it can be called."""
+    """Returns the types of a declaration's parameters from its opening parenthesis on, without namespaces and names:
+    all of them, and those without a default. A call may give either."""
     types, required, depth, start = [], None, 0, 1
     for i, c in enumerate(text):
         depth += (c in "(<{[") - (c in ")>}]")
@@ -79,7 +79,7 @@ def _clash(kinds: list[object]) -> bool:
 
 
 def clashes(root: pathlib.Path) -> list[str]:
-    """One line a name, of rooms, their tests, the command, the extension module and the demo."""
+    """Returns one line a name, of rooms, their tests, the command, the extension module and the demo."""
     joined = collections.defaultdict(list)
     for file in sorted((root / "plumb").rglob("*.cpp")):
         joined[file.relative_to(root).parts[1], file.name.endswith("_test.cpp")].append(file)

@@ -5,7 +5,7 @@
 
 Each model is trained `STEPS` steps by `plumb train` in one process: the run that all others are held against. In each layout a rank is
 killed at a random step of a run with a checkpoint every second step; in each layout each of these runs is gone on with. A cell is how
-many bits differ in the last checkpoint's weights, in its optimiser's state, and in the losses of all steps. Run it from the repository's
+many bits differ in the last checkpoint's weights, in its optimizer's state, and in the losses of all steps. Run it from the repository's
 root.
 """
 
@@ -83,7 +83,7 @@ def convnet(folder):
 
 
 def llama(folder):
-    """Of transformers, through its folder."""
+    """Returns a model of transformers, through its folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,7 +99,7 @@ MODELS = {"gpt": gpt, "convnet": convnet, "llama": llama, "fp8": fp8}
 
 
 def run(arguments, folder, dies=False):
-    """What `plumb` tells as JSON."""
+    """Returns the JSON that `plumb` prints."""
     done = subprocess.run([COMMAND, *arguments], cwd=folder, text=True, capture_output=True)
     if (done.returncode != 0) != dies:
         sys.exit(f"plumb {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
@@ -113,7 +113,7 @@ class Run:
         self.folder, self.options = folder, options
 
     def train(self, layout, checkpoints, kill_at=None):
-        """The losses by step, as they were told; rank 0 is killed in step `kill_at`."""
+        """Returns the losses by step, as printed; rank 0 is killed in step `kill_at`."""
         layout_options = LAYOUTS[layout]
         microbatches = 2 if "--data-parallel" in layout_options else 4
         options = self.options if "--stages" in layout_options else without(self.options, "--transmit")
@@ -125,7 +125,7 @@ class Run:
         return {event["step"]: event["loss"] for event in told if "loss" in event}
 
     def last(self, checkpoints):
-        """The last checkpoint's step, weights and optimiser's state."""
+        """Returns the last checkpoint's step, weights and optimizer's state."""
         newest = max((self.folder / checkpoints).glob("step-????????"))
         tensors = [{}, {}]
         for kind, found in zip(("model", "optimizer"), tensors):
@@ -139,7 +139,7 @@ def without(options, name):
 
 
 def differing_bits(mine, theirs):
-    """Of dicts of arrays, or of losses by step; all bits of what one of them does not have."""
+    """Counts differing bits of dicts of arrays, or of losses by step; all bits if one of them lacks an entry."""
     bits = 0
     for name in mine.keys() | theirs.keys():
         pair = [bytes_of(each.get(name)) for each in (mine, theirs)]
@@ -156,7 +156,7 @@ def bytes_of(value):
 
 
 def go_on(run, losses, whole_losses, wanted, layout, checkpoints):
-    """Bits that differ in weights, in the optimiser's state and in losses from those of a run that nobody killed."""
+    """Bits that differ in weights, in the optimizer's state and in losses from those of a run that nobody killed."""
     step = run.last(checkpoints)[0]
     shutil.copytree(run.folder / checkpoints, run.folder / "again")
     rest = run.train(layout, "again")
@@ -196,7 +196,7 @@ def main():
             losses = one.train("1 x 1", "whole")
             wanted = one.last("whole")
             count = sum(a.size for a in wanted[1].values()), sum(a.size for a in wanted[2].values())
-            print(f"\n{model}: {count[0]} numbers of weights and buffers, {count[1]} of the optimiser's state, {len(losses)} losses\n")
+            print(f"\n{model}: {count[0]} numbers of weights and buffers, {count[1]} of the optimizer's state, {len(losses)} losses\n")
             print(table(["killed in", *[f"on in {layout}" for layout in LAYOUTS]], list(cells(one, losses, wanted, random_steps))), flush=True)
 
 

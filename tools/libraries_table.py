@@ -30,7 +30,7 @@ import plumb  # noqa: E402
 
 
 def try_model(models, name, checks, modes, file):
-    """A line of JSON for each mode and check."""
+    """Returns a line of JSON for each mode and check."""
     for mode in modes:
 
         def make(mode=mode):
@@ -102,7 +102,7 @@ def main():
 
 
 def cell(found, check):
-    """The two modes in one cell; what goes wrong with the model itself or its process stands in every cell."""
+    """Returns the two modes in one cell; what goes wrong with the model itself or its process stands in every cell."""
     words = [f[3] for f in found if f[2] == check or f[2] in ("itself", "process") and f[3] != SAME]
     return " / ".join(dict.fromkeys(re.sub(r"\[[\d, ]*\]|\d+F\d+", "...", w)[:100].replace("|", "/") for w in words)) or "not run"
 

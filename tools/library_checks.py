@@ -1,6 +1,6 @@
-"""What is tried with a model of another library (tools/libraries_table.py): `CHECKS`, name -> function of `make`.
+"""Checks of a model of another library (tools/libraries_table.py): `CHECKS`, name -> function of `make`.
 
-`make()` answers a fresh (model, args, kwargs), the same in every call. A check answers a few words.
+`make()` returns a fresh (model, args, kwargs), the same in every call. A check returns a few words.
 """
 
 import copy
@@ -22,7 +22,7 @@ TRANSMIT = pipelining.MultiUseParameterConfig.TRANSMIT
 
 
 def larger(args, kwargs, factors=(1, 0.5)):
-    """The inputs with as many times their rows, integers as they are. Lists have rows of their own."""
+    """Returns the inputs with as many times their rows, integers as they are. Lists have rows of their own."""
     if args and isinstance(args[0], list):
         return args, kwargs
 

@@ -48,7 +48,7 @@ def rms(t: Tensor) -> float:
 
 
 def measured(make, draws=3, stat=std):
-    """The statistics of the output and of every input's gradient."""
+    """Returns the statistics of the output and of every input's gradient."""
     total = None
     for draw in range(draws):
         torch.manual_seed(draw)
@@ -69,7 +69,8 @@ def n(*sizes):
 
 
 def causal_share(length: int) -> float:
-    """Of query's and key's gradient beside attention to all positions: even attention, variance 1/i - 1/i² of 1/i."""
+    """Returns the standard deviation of query's and key's gradient, relative to attention to all positions: even
+    attention, variance 1/i - 1/i² of 1/i."""
     positions = range(1, length + 1)
     return math.sqrt(1 - sum(i**-2 for i in positions) / sum(1 / i for i in positions))
 

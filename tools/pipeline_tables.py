@@ -24,7 +24,7 @@ MICROBATCHES = 8
 
 
 def stages_a_rank() -> dict[str, int]:
-    """The stages a rank that each schedule is run with, by name."""
+    """Returns the stages a rank that each schedule is run with, by name."""
     from plumb import _C
 
     traits = map(_C.schedule_traits, _C.schedule_names())
@@ -49,7 +49,7 @@ class Ended:
 
 
 def run_role(build: Path, ranks: int, stops: bool = False, timeout: float = 300, **settings: str) -> list[Ended]:
-    """A process a rank; one that is stopped is ended when the others have."""
+    """Runs a process a rank; one that is stopped is ended when the others have."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -152,7 +152,7 @@ def faults(build: Path) -> str:
 
 
 def put(text: str, name: str, section: str) -> str:
-    """The document with a section between its marks replaced."""
+    """Returns the document with a section between its marks replaced."""
     return re.sub(
         rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", lambda m: m[1] + section + "\n\n" + m[2], text, flags=re.S
     )

@@ -45,7 +45,7 @@ def gather_text(folder):
 
 
 def make_model(path):
-    """The number of its parameters."""
+    """Returns the number of the model's parameters."""
     import torch
 
     import plumb
@@ -74,7 +74,7 @@ class Run:
         ]
 
     def train(self, layout, on_step=None):
-        """The exit code. `on_step(step, process)` is called after each."""
+        """Returns the exit code. `on_step(step, process)` is called after each."""
         command = [COMMAND, "train", *map(str, [*self.options(), *layout])]
         with open(self.folder / "stderr.txt", "a") as errors, open(self.log, "a") as log:
             process = subprocess.Popen(command, cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=errors)
@@ -127,7 +127,7 @@ def first_part(run):
 
 
 def said(*arguments, folder):
-    """What a command prints."""
+    """Returns the output of a command."""
     return subprocess.run([COMMAND, *map(str, arguments)], cwd=folder, check=True, capture_output=True, text=True, errors="replace").stdout
 
 

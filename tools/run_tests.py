@@ -20,8 +20,8 @@ import xml.etree.ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TITLES = {"cpp": "C++", "device-cpp": "C++ on {}", "python": "Python", "device-python": "Python on {}"}
 
-# A CPU that plays others, and numbers of threads. MKL takes kernels of its own on Intel's CPUs: elsewhere it takes them
-# if it is told that this is one.
+# Settings under which a CPU acts as another, and numbers of threads. MKL takes kernels of its own on Intel's CPUs:
+# elsewhere it takes them if a setting says that this is one.
 INTEL = "MKL as on Intel"
 SETTINGS = [
     "",
@@ -62,7 +62,7 @@ def parse_arguments():
 
 
 def command_of(part, given, report, only=None):
-    """The command of a part, which writes a report in JUnit's format. only: the suites, by name."""
+    """Returns the command of a part, which writes a report in JUnit's format. only: the suites, by name."""
     if part.endswith("cpp"):
         ctest = pathlib.Path(sys.executable).with_name("ctest")
         command = [ctest if ctest.exists() else "ctest", "--test-dir", given.build, "--output-on-failure",
@@ -88,7 +88,7 @@ def command_of(part, given, report, only=None):
 
 
 def read_report(report):
-    """The number of tests in a report, and the names of those that failed: of a C++ suite, its tests."""
+    """Returns the number of tests in a report, and the names of those that failed: of a C++ suite, its tests."""
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
     failed = []
     for case in cases:
@@ -103,7 +103,7 @@ def read_report(report):
 
 
 def run(part, title, given, environment, only=None):
-    """A row of the table: title, tests, failed, seconds, what failed."""
+    """Returns a row of the table: title, tests, failed, seconds, what failed."""
     print(f"plumb: running {title}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def run(part, title, given, environment, only=None):
 
 
 def intel_library(given):
-    """A library that tells MKL that this is a CPU of Intel's, or None without a C compiler or on such a CPU."""
+    """Returns a library that tells MKL that this is a CPU of Intel's, or None without a C compiler or on such a CPU."""
     source = "int mkl_serv_intel_cpu(void) { return 1; }\nint mkl_serv_intel_cpu_true(void) { return 1; }\n"
     library = given.build.resolve() / "tests" / "mkl_as_on_intel.so"
     compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds with address and undefined-behaviour sanitizers and runs every C++ test: sanitize.sh BUILD [ctest arguments].
+# Builds with address and undefined-behavior sanitizers and runs every C++ test: sanitize.sh BUILD [ctest arguments].
 # SANITIZER=thread: with ThreadSanitizer, the suites with several threads: modules, checkpoints, trainings, pipelines.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -87,7 +87,7 @@ def base(target):
 
 
 def is_spelled_norm(node):
-    """The root of a mean or a variance, however it is spelled: what every norm in Python has once."""
+    """Returns whether the node is the root of a mean or a variance, in any spelling: every norm in Python has one."""
     inverse = base(node.target) == "pow" and node.args[1] == -0.5
     if base(node.target) not in ("rsqrt", "sqrt") and not inverse:
         return False

@@ -35,7 +35,7 @@ def results(paths):
 
 
 def refused():
-    """What torch itself does not export, of test_exported.py."""
+    """Returns the models that torch itself does not export, from test_exported.py."""
     tests = (pathlib.Path(__file__).parent.parent / "python/tests/test_exported.py").read_text()
     found = next(n for n in ast.parse(tests).body if isinstance(n, ast.Assign) and n.targets[0].id == "NOT_EXPORTED")
     return ast.literal_eval(found.value)

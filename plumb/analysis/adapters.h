@@ -15,24 +15,24 @@
 
 namespace plumb {
 
-// Nothing where blocks share scales: there every block has a range of its own.
+// Returns nullopt for formats whose blocks share scales: every block has a range of its own.
 std::optional<FormatBand> band_of(const FPFormat& format);
 
-// With a histogram also the exponents and, with a format, what it would do to the elements.
+// Returns the statistics. With a histogram also the exponents and, with a format, its effect on the elements.
 ScaleStats scale_stats(const TensorMetrics& metrics, const FPFormat* format = nullptr);
 
-// A transform's report, a row for each node; without columns that are empty throughout.
+// Returns a transform's report, a row for each node; without columns that are empty throughout.
 Table table_of(const Report& report);
 
-// A unit scaling in numbers, with the taus of its residual adds, and why nodes were left alone.
+// Returns a unit scaling in numbers, with the taus of its residual adds, and why nodes were left alone.
 std::string conclusion(const Report& report);
 
-// The simulated run; `unit` is that of the costs. Spans that do not fit the table: Error(InvalidArgument). Only
+// Returns the simulated run; `unit` is that of the costs. Spans that do not fit the table: Error(InvalidArgument). Only
 // computation is drawn, as messages take no rank's time; an overlapped pair is two halves.
 TimelineRun timeline_of(const Schedule& schedule, const Simulation& simulation, std::string name = "simulated",
                         std::string unit = "");
 
-// The ranks' recorded events, in seconds. The first event starts at 0.
+// Returns the ranks' recorded events, in seconds. The first event starts at 0.
 TimelineRun timeline_of(std::vector<TimelineEvent> events, std::string name = "measured");
 
 // A recorded step beside two simulations of its table: with the stages' measured times, and with stages of the same

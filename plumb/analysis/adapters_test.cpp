@@ -6,7 +6,7 @@
 #include <cstdlib>
 
 #include "plumb/analysis/html_report.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 
@@ -61,7 +61,7 @@ TEST_F(TrackedGpt, ShowsUnitScalingBesideThePlainModel) {
                          {e4m3_, e5m2_}};
   const std::string picture = to_svg(scale_chart(view));
   EXPECT_THAT(picture, HasSubstr("e5m2 normal"));
-  // The same tensor of both is one row: fewer rows than tensors of both.
+  // A tensor that both have is one row: fewer rows than tensors of both.
   size_t rows = 0;
   for (size_t at = 0; (at = picture.find("class=\"row\"", at)) != std::string::npos; ++at) ++rows;
   const size_t plain = view.runs[0].history.tensors.size(), after = view.runs[1].history.tensors.size();

@@ -138,7 +138,7 @@ TEST(ScaleChart, PutsTheSameTensorOfTwoVariantsInOneRow) {
   const std::string picture = to_svg(chart);
   expect_well_formed(picture);
   EXPECT_EQ(count(picture, "class=\"row\""), 3u);
-  // What only the second has stands before what it stands before there.
+  // A row that only the second has stands where it stands there: before the same next row.
   EXPECT_LT(picture.find("<title>l  new"), picture.find("<title>l  y"));
   EXPECT_LT(picture.find("<title>x"), picture.find("<title>l  new"));
   EXPECT_THAT(picture, HasSubstr("Gradients"));

@@ -7,20 +7,20 @@
 
 namespace plumb {
 
-// A picture that stands alone. Parameters stand on the line of what uses them first. A wire to the next line is
+// Draws a picture that stands alone. Parameters stand on the line of their first user. A wire to the next line is
 // straight; every other one runs beside all boxes, in a lane that wires of other values leave free. Hovering shows
 // module, source and type.
 std::string graph_svg(const Graph& graph);
 
-// The same for a page, over its whole width: a click on a module folds it, a search marks lines and unfolds what holds
-// them, and the wires of the line under the pointer stand out. A graph of more than 40 lines opens folded. Neighbours
-// that are numbered and have the same lines are one line, "layers 0 to 31: 32 x"; a click shows each.
+// Returns graph_svg() for a page, over its whole width: a click on a module folds it, a search marks lines and unfolds
+// the modules that hold them, and the wires of the line under the pointer stand out. A graph of more than 40 lines
+// opens folded. Numbered neighbors with the same lines are one line, "layers 0 to 31: 32 x"; a click shows each.
 std::string graph_html(const Graph& graph);
 
-// "38 nodes in 12 modules, 16 parameters. The operator that is used most is aten::linear (9 times)."
+// Returns "38 nodes in 12 modules, 16 parameters. The operator that is used most is aten::linear (9 times)."
 std::string conclusion(const Graph& graph);
 
-// Graphviz' language.
+// Returns the graph in Graphviz' language.
 std::string graph_dot(const Graph& graph);
 
 }  // namespace plumb

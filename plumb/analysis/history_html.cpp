@@ -17,12 +17,12 @@ namespace {
 
 using nlohmann::json;
 
-// Of a row: std, mean_abs, abs_max, abs_min, zero share, NaN and infinities (NaN: no row), then three of each format.
+// Columns of a row: std, mean_abs, abs_max, abs_min, zero share, NaN and infinities (NaN: no row); three of each
+// format.
 constexpr size_t kFirst = 6, kOfFormat = 3;
 constexpr int kMostBins = 64;
 
-// Tensors of all runs in one list: the first run's in order; what only later ones have comes after what precedes it
-// there.
+// Tensors of all runs in one list: the first run's in order; one of a later run only follows its predecessor there.
 struct Lines {
   std::vector<const HistoryTensor*> tensors;
   std::vector<std::vector<size_t>> of_run;  // a run's tensor -> the line; SIZE_MAX: never recorded
@@ -103,7 +103,7 @@ json json_of(const FPFormat& format) {
   return out;
 }
 
-// The numbers of one run, packed.
+// Returns the numbers of one run, packed.
 json json_of(const HistoryRun& run, const std::vector<size_t>& of, const std::vector<size_t>& kept, size_t n,
              const std::vector<FPFormat>& formats, const Bins& bins, std::vector<int64_t>& sizes) {
   const size_t fields = kFirst + kOfFormat * formats.size();

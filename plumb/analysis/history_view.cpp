@@ -11,7 +11,7 @@
 namespace plumb {
 namespace {
 
-// The last row at or before `step` of each tensor and direction, in the tensors' order.
+// Returns the last row at or before `step` of each tensor and direction, in the tensors' order.
 std::vector<const HistoryRow*> rows_at(const History& history, int64_t step) {
   std::vector<const HistoryRow*> found(history.tensors.size() * 2);
   for (const HistoryStep& each : history.steps) {
@@ -21,7 +21,7 @@ std::vector<const HistoryRow*> rows_at(const History& history, int64_t step) {
   return found;
 }
 
-// Whether tensors are known to be of ranks or stages.
+// Returns whether tensors are known to be of ranks or stages.
 bool of_parts(const HistoryView& view) {
   return std::ranges::any_of(view.runs, [](const HistoryRun& run) {
     const auto& tensors = run.history.tensors;
@@ -46,7 +46,7 @@ FormatLoss loss_of(const TensorMetrics& m, const FPFormat& format) {
           m.nan_count + m.inf_count > 0};
 }
 
-// What was measured; a share of the format only where all that it is computed from was.
+// Returns the measured statistics; a share of the format only if everything it is computed from was measured.
 ScaleStats stats_of(const HistoryRow& row, const FPFormat* format) {
   TensorMetrics m = row.data.full();
   for (size_t i = 0; i < 5; ++i) m.*kReals[i] = row.value({static_cast<StatisticKind>(i)});
@@ -78,7 +78,7 @@ void add_rows(std::vector<LossRow>& rows, const HistoryView& view, const History
   }
 }
 
-// Of all runs, the worst first.
+// Returns the rows of all runs, the worst first.
 std::vector<LossRow> loss_rows(const HistoryView& view, int64_t step) {
   std::vector<LossRow> rows;
   for (const HistoryRun& run : view.runs) add_rows(rows, view, run, step);
@@ -208,7 +208,7 @@ std::vector<LineChart> scalar_charts(const HistoryView& view) {
     for (const HistoryScalars& each : run.history.scalars) {
       for (const auto& [name, value] : each.values) {
         Curve& curve = curves.try_emplace(name, Curve{run.name}).first->second;
-        // A run that went on after a crash may tell a step twice: what came last holds.
+        // A run that went on after a crash may record a step twice: the last record counts.
         const auto step = static_cast<double>(each.step);
         while (!curve.steps.empty() && curve.steps.back() >= step) curve.steps.pop_back(), curve.values.pop_back();
         curve.steps.push_back(step), curve.values.push_back(value);

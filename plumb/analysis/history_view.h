@@ -26,50 +26,50 @@ struct HistoryView {
   std::vector<FPFormat> asked = {};     // further ones, asked of values and gradients alike
   size_t max_bytes = size_t{16} << 20;  // of numbers in the page: more recorded steps than fit are thinned evenly
 
-  // The format of that role; null if there is none.
+  // Returns the format of that role; null if there is none.
   const FPFormat* role(bool backward) const;
 };
 
 // Throws Error(InvalidState) that names a run without a recorded step.
 void check_recorded(const HistoryView& view);
 
-// One measurement as a history of one step.
+// Returns one measurement as a history of one step.
 History history_of(const ScalesGraph& graph, int64_t step = 1);
 
-// The step of the run at or before `step` (0: the last) as a picture; throws Error(InvalidState) for a history
-// without one. Tensors that were not recorded in that step are drawn as they were recorded last before.
+// Draws the step of the run at or before `step` (0: the last); throws Error(InvalidState) for a history without one.
+// Tensors that were not recorded in that step are drawn as they were recorded last before.
 ScaleChart scale_chart(const HistoryView& view, int64_t step = 0);
 
-// The numbers given to Recorder::step of all runs, a chart a name.
+// Returns the numbers given to Recorder::step of all runs, a chart a name.
 std::vector<LineChart> scalar_charts(const HistoryView& view);
 
-// The steps at which rules' conditions held; no rows if there are none.
+// Returns the steps at which rules' conditions held; no rows if there are none.
 Table event_table(const HistoryView& view);
 
-// The effect of its role's format and of the formats asked for on each tensor and gradient: the shares that
+// Returns the effect of its role's format and of the formats asked for on each tensor and gradient: the shares that
 // become zero, lose digits and are too large, of the last recorded step at or before `step` (0: the last). Rows without
 // a histogram are left out. Most lost by the role's format first; at most `most` rows, 0: all.
 Table format_table(const HistoryView& view, int64_t step = 0, size_t most = 0);
 
-// The same rolled up: a row a layer (layer_of), the one of the worst tensor first, and below it its tensors that lose
-// anything, at most `most` of each layer.
+// Returns format_table() by layers: a row a layer (layer_of), the one of the worst tensor first, and below it its
+// tensors that lose anything, at most `most` of each layer.
 Table layer_table(const HistoryView& view, int64_t step = 0, size_t most = 20);
 
-// A tensor's name below its module.
+// Returns a tensor's name below its module.
 std::string local_name(const HistoryTensor& tensor);
 
-// A module's path up to its first number: "layers.0" for "layers.0.attn.q"; all of it if there is none.
+// Returns a module's path up to its first number: "layers.0" for "layers.0.attn.q"; all of it if there is none.
 std::string layer_of(const std::string& module);
 
-// How many tensors lose 1 % or more in each run, the worst one, and how that was at the first recorded step. A tensor
-// counts once, by its values or its gradient, each in its role's format.
+// Returns how many tensors lose 1 % or more in each run, the worst one, and the same at the first recorded step. A
+// tensor counts once, by its values or its gradient, each in its role's format.
 std::string conclusion(const HistoryView& view, int64_t step = 0);
 
-// For a page. A list of tensors, of which only what is in sight is drawn, so that thousands scroll and slide at once;
-// it is filtered by text, sorted by a click on a column's head; a click on a tensor shows its figures, what every
-// format would do to it, its histograms, and its course over the steps. Layers have their courses over the steps beside
-// each other, with a curve a run. Raises Error(InvalidArgument) for no or more than eight runs, and for runs without a
-// recorded step.
+// Returns the view for a page: a list of tensors, of which only the visible part is drawn, so that thousands scroll and
+// slide at once. It is filtered by text and sorted by a click on a column's head. A click on a tensor shows its
+// figures, the effect of every format on it, its histograms, and its course over the steps. Layers have their courses
+// over the steps beside each other, with a curve a run. Throws Error(InvalidArgument) for no or more than eight runs,
+// and for runs without a recorded step.
 std::string to_html(const HistoryView& view, RunColors& colors);
 
 }  // namespace plumb

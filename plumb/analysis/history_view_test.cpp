@@ -5,8 +5,8 @@
 #include <cmath>
 #include <random>
 
-#include "plumb/analysis/browser_for_test.h"
-#include "plumb/analysis/history_for_test.h"
+#include "plumb/analysis/browser_testing.h"
+#include "plumb/analysis/history_testing.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/core/error.h"
 
@@ -113,7 +113,7 @@ TEST(HistoryView, RollsUpByLayerTheWorstFirst) {
   EXPECT_EQ(layer_of("head.linear1"), "head.linear1");
   EXPECT_EQ(layer_of(""), "");
   HistoryView view{"", {{"run", made(8, 1, 0, 0)}}, formats()};
-  // Of the second layer one gradient is far below the format, and a value is worse still: it is not finite.
+  // One gradient of the second layer is far below the format, and a value is worse still: it is not finite.
   auto& rows = view.runs[0].history.steps[0].rows;
   auto histogram = std::make_shared<ExponentHistogram>();
   histogram->counts[127 - 40] = 4096;
@@ -164,7 +164,7 @@ TEST(HistoryView, EscapesNamesAndThinsLongHistories) {
   EXPECT_LT(html.size(), 60000u);
 }
 
-// What a reader would do, by script; results as attributes of the body.
+// A reader's actions, by script; results as attributes of the body.
 constexpr const char* kReader = R"(<script>
 const d = document, out = d.body.dataset, one = (s, of = d) => of.querySelector(s), all = (s, of = d) => [...of.querySelectorAll(s)];
 const names = () => all(".history-space .row").slice(0, 3).map(r => r.dataset.tensor).join();

@@ -31,17 +31,18 @@ class HtmlReport {
  public:
   explicit HtmlReport(std::string title, std::string subtitle = "");
 
-  // Gives these runs their colours, in this order. Others get theirs where they first appear.
+  // Gives these runs their colors, in this order. Others get theirs where they first appear.
   HtmlReport& runs(const std::vector<std::string>& names);
-  // The page is being written: in a browser it loads itself again every so many seconds, unless somebody uses it.
+  // For a page that is being written: a browser reloads it every `seconds`, unless somebody uses it.
   HtmlReport& reload_every(int seconds);
   HtmlReport& section(std::string title);
-  // Paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
+  // Adds paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
   HtmlReport& prose(std::string_view text);
-  // Text as it is, in one width: a command, a log, a graph.
+  // Adds a text as it is, in one width: a command, a log, a graph.
   HtmlReport& code(std::string_view text);
   HtmlReport& figures(const std::vector<Figure>& figures);
-  // A click on a column's head sorts by it, a click on a row unfolds the rows below it; a run's name has its colour.
+  // Adds a table. A click on a column's head sorts, a click on a row unfolds the rows below it; a run's name has its
+  // color.
   HtmlReport& add(const Table& table);
   HtmlReport& add(const LineChart& chart);
   HtmlReport& add(const TimelineChart& chart);

@@ -8,9 +8,9 @@
 #include <random>
 
 #include "plumb/analysis/adapters.h"
-#include "plumb/analysis/browser_for_test.h"
+#include "plumb/analysis/browser_testing.h"
 #include "plumb/analysis/graph_picture.h"
-#include "plumb/analysis/history_for_test.h"
+#include "plumb/analysis/history_testing.h"
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/schedule/generators.h"
@@ -112,7 +112,7 @@ HtmlReport example(int layers) {
 }
 
 TEST_F(Browser, RunsThePagesScriptsWithoutErrorAndActsOnClicks) {
-  // What a reader would do, by script; results as attributes of the body.
+  // A reader's actions, by script; results as attributes of the body.
   const std::string reader = R"(<script>
 const d = document, out = d.body.dataset, one = (s, of = d) => of.querySelector(s), all = (s, of = d) => [...of.querySelectorAll(s)];
 const layers = all("table").pop(), layerRows = () => layers.tBodies[0].rows.length;
@@ -144,7 +144,7 @@ one("#theme").click(); out.theme = d.documentElement.dataset.theme;
   EXPECT_THAT(body, Not(HasSubstr("data-error")));
   EXPECT_THAT(body, HasSubstr("data-layers=\"20\" data-unfolded=\""));
   EXPECT_THAT(body, Not(HasSubstr("data-unfolded=\"0\"")));
-  // A run has its colour in tables too.
+  // A run has its color in tables too.
   EXPECT_THAT(body, HasSubstr("data-dots=\"dot s0,dot s1,dot s2\""));
   EXPECT_THAT(body, HasSubstr("data-up=\"2.05,2.1,3.1\" data-down=\"3.1,2.1,2.05\""));
   EXPECT_THAT(body, HasSubstr("data-hover=\"4\" data-curves=\"123\" data-log=\"other\" data-zoomed=\"yes\""));
@@ -258,7 +258,7 @@ TEST_F(Browser, OpensAPageOfTwoThousandTensors) {
 TEST_F(Browser, PaintsThePage) {
   if (const char* keep = std::getenv("PLUMB_KEEP_REPORT")) example(12).write(keep);
   open(example(12).html(), "--screenshot=shot.png --window-size=700,1100 --force-device-scale-factor=0.5");
-  // Python's standard library reads the picture: size and number of colours.
+  // Python's standard library reads the picture: size and number of colors.
   write_file_atomically(folder_ / "colours.py", R"(
 import struct, zlib
 raw = open("shot.png", "rb").read()

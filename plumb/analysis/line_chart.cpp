@@ -128,13 +128,16 @@ std::string conclusion(const LineChart& chart) {
                     short_number(ends[0].value);
   if (window > 1) out += " (mean of the last " + std::to_string(window) + " " + chart.x_label + "s)";
   if (ends.size() == 1) {
-    const auto first = std::ranges::find_if(ends[0].curve->values, [](double v) { return std::isfinite(v); });
-    out += " and began at " + short_number(*first);
+    const auto& values = ends[0].curve->values;
+    const double first = *std::ranges::find_if(values, [](double v) { return std::isfinite(v); });
+    const auto largest = std::ranges::max_element(
+        values, [](double a, double b) { return std::isfinite(b) && (!std::isfinite(a) || a < b); });
+    if (chart.peak && std::ranges::all_of(values, [&](double v) { return !std::isfinite(v) || v == first; }))
+      return "**" + ends[0].curve->name + "** is " + short_number(first) + " at every " + chart.x_label + "." + more;
+    out += " and began at " + short_number(first);
     if (chart.peak) {
-      const auto largest = std::ranges::max_element(
-          ends[0].curve->values, [](double a, double b) { return std::isfinite(b) && (!std::isfinite(a) || a < b); });
       out += "; its peak is " + short_number(*largest) + ", at " + chart.x_label + " " +
-             short_number(step_of(*ends[0].curve, static_cast<size_t>(largest - ends[0].curve->values.begin())));
+             short_number(step_of(*ends[0].curve, static_cast<size_t>(largest - values.begin())));
     }
   }
   for (size_t i = 1; i < ends.size(); ++i) {

@@ -7,7 +7,7 @@ namespace plumb {
 
 std::string_view page_style();
 std::string_view page_script();
-// For pictures that stand alone: light or dark as the viewer prefers.
+// Returns the style of pictures that stand alone: light or dark as the viewer prefers.
 std::string_view picture_style();
 
 }  // namespace plumb

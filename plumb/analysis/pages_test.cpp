@@ -1,8 +1,8 @@
-// What a reader of a page meets: axes, means, folded graphs, what is chosen first, narrow screens.
+// The parts of a page that its reader meets: axes, means, folded graphs, the first selection, narrow screens.
 #include <gmock/gmock.h>
 
-#include "plumb/analysis/browser_for_test.h"
-#include "plumb/analysis/history_for_test.h"
+#include "plumb/analysis/browser_testing.h"
+#include "plumb/analysis/history_testing.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/analysis/svg.h"
 #include "plumb/graph/graph.h"
@@ -136,6 +136,8 @@ TEST(LineChart, ComparesAMeanWithWhatIsMeasuredRarely) {
 TEST(LineChart, SaysThePeakOfARate) {
   EXPECT_EQ(conclusion(LineChart{.curves = {{"rate", {0.001, 0.003, 0.002, 0}, {1, 10, 20, 30}}}, .peak = true}),
             "**rate** ends at 0 and began at 0.001; its peak is 0.003, at step 10.");
+  EXPECT_EQ(conclusion(LineChart{.curves = {{"rate", {0.3, 0.3}, {1, 2}}}, .peak = true}),
+            "**rate** is 0.3 at every step.");
 }
 
 }  // namespace

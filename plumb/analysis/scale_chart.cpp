@@ -147,7 +147,7 @@ std::string header_of(const ScaleChart& chart, const std::vector<Panel>& panels,
     if (band) {
       const double a = p.at(band->min_subnormal), b = p.at(band->min_normal), c = p.at(band->max);
       auto label = [&](double from, double to, const std::string& what) {
-        // Words that do not fit are left out: the bands' colours are told in the page's key too.
+        // Words that do not fit are left out: the page's key names the bands' colors, too.
         if (svg::text_width(what, 10) <= to - from) {
           out += svg::text((from + to) / 2, 50, what, {"muted", "middle", 10});
         }

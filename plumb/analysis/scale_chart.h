@@ -10,7 +10,7 @@
 
 namespace plumb {
 
-// Of one tensor. What is not known stays NaN or empty and is not drawn.
+// Statistics of one tensor. Unknown ones stay NaN or empty and are not drawn.
 struct ScaleStats {
   double mean_abs = NAN, std = NAN, abs_max = NAN, abs_min = NAN;
   int64_t numel = 0, nan_count = 0, inf_count = 0, zero_count = 0;
@@ -46,9 +46,10 @@ struct ScaleChart {
   std::optional<FormatBand> fwd_band = {}, bwd_band = {};
 };
 
-// A row a tensor; left the forward values, right the gradients, in powers of two. A dot is the standard deviation, a
-// stroke the mean absolute value, a bar holds 90 % of the elements (with exponents given), a thin line all but zeros.
-// Raises Error(InvalidArgument) for more than 20,000 rows, or a band that is not 0 < min_subnormal <= min_normal < max.
+// Draws a row a tensor; on the left the forward values, on the right the gradients, in powers of two. A dot is the
+// standard deviation, a stroke the mean absolute value, a bar holds 90 % of the elements (with exponents given), a thin
+// line all except zeros. Throws Error(InvalidArgument) for more than 20,000 rows, or a band that is not 0 <
+// min_subnormal <= min_normal < max.
 std::string to_svg(const ScaleChart& chart);
 
 }  // namespace plumb

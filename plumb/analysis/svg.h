@@ -1,5 +1,5 @@
-// Elements of the charts. Colours are set twice: as attributes, which every SVG viewer and converter understands,
-// and as classes, by which a page gives them its own (light and dark): sN the Nth series' colour, "line" drawn in it,
+// Elements of the charts. Colors are set twice: as attributes, which every SVG viewer and converter understands,
+// and as classes, by which a page gives them its own (light and dark): sN the Nth series' color, "line" drawn in it,
 // "area" filled with it, "text", "muted", "grid", "axis".
 #pragma once
 
@@ -10,17 +10,17 @@
 
 namespace plumb::svg {
 
-// For text and attributes of XML and HTML. Bytes that are not UTF-8 and characters XML cannot hold become U+FFFD.
+// Escapes text and attributes of XML and HTML. Bytes that are not UTF-8 and characters XML cannot hold become U+FFFD.
 std::string escaped(std::string_view text);
-// A length or place, to a hundredth of a pixel.
+// Returns a length or place, to a hundredth of a pixel.
 std::string number(double value);
-// JSON for inside a <script> element: no "<" that could end it.
+// Returns JSON for inside a <script> element: no "<" that could end it.
 std::string script_json(const std::string& json);
 
-// The element with a page's data for its scripts.
+// Returns the element with a page's data for its scripts.
 std::string data_script(const nlohmann::json& data);
 
-// Bytes for inside a script.
+// Encodes bytes for inside a script.
 std::string base64(std::string_view bytes);
 template <class T>
 std::string packed(const std::vector<T>& numbers) {
@@ -28,7 +28,7 @@ std::string packed(const std::vector<T>& numbers) {
 }
 
 inline constexpr size_t kSeriesColors = 8;
-// The Nth series' colour on white; they repeat.
+// Returns the Nth series' color on white; they repeat.
 std::string_view series_color(size_t i);
 // "s3"
 std::string series_class(size_t i);
@@ -45,15 +45,15 @@ std::string text(double x, double y, std::string_view content, const Text& style
 // `look`: the other attributes.
 std::string line(std::string_view look, double x1, double y1, double x2, double y2);
 std::string rect(std::string_view look, double x, double y, double width, double height);
-// About how wide text is drawn.
+// Returns about how wide text is drawn.
 double text_width(std::string_view content, double size = 12);
-// At most `width` wide, with an ellipsis at the front (the end of a module's path says more than its start).
+// Shortens text to `width`, with an ellipsis at the front (the end of a module's path says more than its start).
 std::string shortened(std::string_view content, double width, double size = 12);
 
-// A whole picture: standalone, with margins, a ground and the colours of light and dark viewers; on a page, without.
+// Draws a whole picture: standalone with margins, a ground and colors of light and dark viewers; on a page without.
 std::string picture(double width, double height, const std::string& body, bool standalone);
 
-// Round numbers that divide lo..hi in about `count` parts. lo < hi, both finite.
+// Returns round numbers that divide lo..hi in about `count` parts. lo < hi, both finite.
 std::vector<double> ticks(double lo, double hi, int count);
 
 }  // namespace plumb::svg

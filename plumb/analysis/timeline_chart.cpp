@@ -22,7 +22,7 @@ constexpr double kRankLabel = 60, kRight = 12;
 struct Look {
   const char *name, *kind, *color;
 };
-// Pale, beside the colours of runs.
+// Pale, beside the colors of runs.
 constexpr Look kLooks[] = {{"forward", "F", "#9db8d9"},
                            {"backward of inputs", "I", "#c3b1e1"},
                            {"backward of weights", "W", "#e8cf8e"},
@@ -285,7 +285,7 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
     const Laid checked = laid(run, chart);
     double begin = INFINITY;
     for (const TimelineAction& a : run.actions) {
-      // As schedules write it: "1F0".
+      // The name in schedules: "1F0".
       const std::string what =
           std::to_string(a.stage) + a.kind + (a.microbatch < 0 ? "" : std::to_string(a.microbatch));
       nlohmann::json facts = {{"step", run.name}, {"stage", a.stage}};

@@ -9,12 +9,12 @@ namespace plumb {
 
 struct TimelineAction {
   int rank = 0;
-  // "F", "I", "W", "B" have colours of their own; anything else is grey.
+  // "F", "I", "W", "B" have colors of their own; anything else is gray.
   std::string kind;
   int stage = 0, microbatch = -1;  // -1: none
   double start = 0, end = 0;
   double waiting = NAN;  // the action waited for its messages from here on; NaN: not known
-  // Of an overlapped pair each half has its own action at the same time: 0 full height, 1 upper half, 2 lower half.
+  // part of the bar's height: 0 all, 1 upper half, 2 lower half (an overlapped pair is two actions at once)
   int half = 0;
   int64_t sent = 0;  // bytes that it handed to other ranks
 };
@@ -34,16 +34,16 @@ struct TimelineChart {
   int row_height = 26;
 };
 
-// A picture that stands alone. Raises Error(InvalidArgument) that names the run and the action for times that are not
-// finite or end before they start, negative ranks, and more than 200,000 actions.
+// Draws a picture that stands alone. Throws Error(InvalidArgument) that names the run and the action for times that are
+// not finite or end before they start, negative ranks, and more than 200,000 actions.
 std::string to_svg(const TimelineChart& chart);
 
-// The same for a page; scrolls sideways where actions would be too narrow to see.
+// As to_svg(), for a page; scrolls sideways if actions would be too narrow to see.
 std::string to_html(const TimelineChart& chart);
 
-// For chrome://tracing and Perfetto: a process a rank, named with its stages, a thread for what it computes and one for
-// what it waits for; each run is a step, marked with its name on a process of its own. Times are those of the runs, in
-// seconds. Raises the errors of to_svg.
+// Returns a trace for chrome://tracing and Perfetto. Each rank is a process, named with its stages, with one thread for
+// its computing and one for its waiting. Each run is a step, marked with its name on a process of its own. Times are
+// those of the runs, in seconds. Throws the errors of to_svg.
 std::string to_trace(const std::vector<TimelineRun>& steps);
 
 }  // namespace plumb

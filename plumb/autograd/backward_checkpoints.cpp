@@ -8,6 +8,8 @@
 #include <set>
 #include <utility>
 
+#include "plumb/autograd/node_names.h"
+
 namespace plumb {
 namespace {
 
@@ -52,11 +54,11 @@ KeptFromCheckpoints::KeptFromCheckpoints(BackwardGraph& graph) {
   }
   found_ = find(nodes);
   if (found_.empty()) return;
-  // What a checkpoint computes again belongs to one run of the engine.
+  // A recomputed variable of a checkpoint belongs to one run of the engine.
   for (const auto& v : found_) graph.entries[graph.index.at(v.node)].by_itself = false;
   // A tensor that a C++ function saved is its own.
   for (auto& e : graph.entries) {
-    if (!e.target && e.twice && e.node->name().find("CppNode<") != std::string::npos) e.twice = false;
+    if (!e.target && e.twice && node_names::is_cpp_function(*e.node)) e.twice = false;
   }
 }
 

@@ -1,5 +1,4 @@
-// Checkpoints (torch.utils.checkpoint) in a stage whose backward is halved. For stage_backward's files and the
-// bindings.
+// Checkpoints (torch.utils.checkpoint) in a stage whose backward is halved. For stage_backward and the bindings.
 //
 // Such a checkpoint computes again when the first of the tensors it left out is asked for, and forgets what nobody took
 // when that run of the engine ends. The two halves are two runs. So in the first one, as soon as a node needs a
@@ -18,7 +17,7 @@ class SavedVariable;
 
 namespace plumb {
 
-// An autograd node of this library shows what it saved.
+// An autograd node of this library that shows its saved tensors.
 class SavesTensors {
  public:
   virtual ~SavesTensors() = default;
@@ -36,7 +35,7 @@ struct CheckpointedVariable {
 using FindCheckpointed = std::vector<CheckpointedVariable> (*)(const std::vector<Node*>& nodes);
 void set_find_checkpointed(FindCheckpointed find);
 
-// To be made before divide(): a node whose saved tensors cannot be kept does all its work in the input half.
+// Made before divide(): a node whose saved tensors cannot be kept does all its work in the input half.
 class KeptFromCheckpoints {
  public:
   explicit KeptFromCheckpoints(BackwardGraph& graph);
@@ -45,7 +44,7 @@ class KeptFromCheckpoints {
   KeptFromCheckpoints(const KeptFromCheckpoints&) = delete;
   KeptFromCheckpoints& operator=(const KeptFromCheckpoints&) = delete;
 
-  // After divide() and before the input half runs.
+  // Called after divide() and before the input half runs.
   void watch(const BackwardGraph& graph);
 
  private:

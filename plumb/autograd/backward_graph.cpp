@@ -4,10 +4,10 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
-#include <cstring>
 #include <typeinfo>
 #include <utility>
 
+#include "plumb/autograd/node_names.h"
 #include "plumb/autograd/recompute.h"
 
 namespace plumb {
@@ -24,17 +24,14 @@ Kind find_kind(Node& node) {
   } catch (const std::exception&) {
     // Python's functions cannot be asked.
   }
-  const std::string name = node.name();
-  auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
-  // torch's kernel for channels-last tensors writes the input's gradient also where none is asked for, to nowhere.
-  if (has("NativeGroupNormBackward")) kind.pure = false;
+  if (node_names::is_group_norm(node)) kind.pure = false;
   if (!kind.pure) {
-    kind.pure = has("CppNode<plumb::");
-    kind.indivisible = has("CopySlices") || has("CheckpointFunctionBackward");
+    kind.pure = node_names::is_cpp_function_of_plumb(node);
+    kind.indivisible = node_names::needs_whole_backward(node);
   }
   // Views are generated from ATen's formulas as other operators are, but not called pure.
-  kind.plain = kind.pure || std::strstr(typeid(node).name(), "autograd9generated") != nullptr ||
-               dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
+  kind.plain =
+      kind.pure || node_names::is_generated(node) || dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
   return kind;
 }
 
@@ -44,8 +41,7 @@ Kind kind_of(Node& node) {
   const std::type_info& type = typeid(node);
   if (auto it = known.find(&type); it != known.end()) return it->second;
   const Kind kind = find_kind(node);
-  // Every function written in Python is of one class.
-  if (std::strstr(type.name(), "PyNode") == nullptr) known.emplace(&type, kind);
+  if (!node_names::is_python_function(node)) known.emplace(&type, kind);
   return kind;
 }
 

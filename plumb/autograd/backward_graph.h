@@ -41,8 +41,7 @@ struct BackwardGraph {
   std::vector<Entry> entries;
   std::vector<int> children;  // one per edge; -1 for none
   ska::flat_hash_map<Node*, int> index;
-  // Has nodes that the engine only runs rightly in a backward of everything: writes into views look at and change the
-  // list of nodes to run; a re-entrant checkpoint starts a backward() of its own.
+  // Whether the graph has nodes that run rightly only in a backward of everything (node_names.h).
   bool indivisible = false;
 
   const Entry* find(Node* node) const {
@@ -57,7 +56,7 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
 // Decides which nodes run in the input half and where the weight half starts.
 void divide(BackwardGraph& graph);
 
-// Whether one gradient comes to each node of a divided graph's weight half, and each of these nodes runs by itself.
+// Returns whether each node of a divided graph's weight half gets one gradient and runs by itself.
 bool defers_chains(const BackwardGraph& graph, const edge_list& roots);
 
 }  // namespace plumb

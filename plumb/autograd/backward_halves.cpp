@@ -77,7 +77,7 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
   return input_grads;
 }
 
-// The node of the input half that hands its gradient to `leaf`, if it is one that runs only there.
+// Returns the node of the input half that hands its gradient to `leaf`, if it is one that runs only there.
 NodePtr maker_of(const BackwardGraph& graph, Node* leaf) {
   const int wanted = graph.index.at(leaf);
   for (const auto& e : graph.entries) {

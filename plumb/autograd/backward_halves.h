@@ -42,7 +42,7 @@ struct BackwardRoots {
 
 enum class IntoGrad { No, Yes };
 
-// With outputs: answers their gradients, or adds them to the `.grad` of these leaves and of no others.
+// With `outputs`: returns their gradients, or adds them to the `.grad` of these leaves and of no others.
 inline variable_list run_engine(const edge_list& roots, const variable_list& grads, bool keep_graph,
                                 const edge_list& outputs = {}, IntoGrad into = IntoGrad::No) {
   const bool accumulate = outputs.empty() || into == IntoGrad::Yes;
@@ -50,7 +50,7 @@ inline variable_list run_engine(const edge_list& roots, const variable_list& gra
                                                                accumulate, outputs);
 }
 
-// The input half from these roots; `inputs` by input, an empty function where none is wanted.
+// Runs the input half from these roots; `inputs` by input, an empty function where none is wanted.
 InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& inputs, bool keep_graph);
 // `only`: the leaves whose .grad is added to; empty: all.
 void run_weight_half(DeferredWeights::State& deferred, const edge_list& only, bool retain_graph);

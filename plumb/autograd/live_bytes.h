@@ -11,14 +11,13 @@
 namespace plumb {
 
 // Counts, while it lives, every byte that torch's allocators, the CPU's and those of devices, give out and take back on
-// this thread and in the backwards that it starts. Inside of torch's profiler, this counter counts and the profiler
-// does not.
+// this thread and in the backwards that it starts. Inside of torch's profiler, only this counter counts.
 class LiveBytes {
  public:
   LiveBytes() : count_(std::make_shared<Count>()), guard_(c10::DebugInfoKind::PROFILER_STATE, count_) {}
 
-  int64_t live() const { return count_->live; }  // of those handed out since it was made; may be negative
-  int64_t peak() const { return count_->peak; }  // the most since it was made or told to restart
+  int64_t live() const { return count_->live; }  // bytes given out less those taken back; may be negative
+  int64_t peak() const { return count_->peak; }  // highest live() since construction or restart_peak()
   void restart_peak() { count_->peak = count_->live.load(); }
 
  private:

@@ -22,7 +22,7 @@ auto make_node() {
   }
 }
 
-// Of a node that somebody holds already.
+// Returns an owning pointer to a node that has an owner already.
 template <class Node>
 NodePtr node_handle(Node* node) {
   if constexpr (kNodesAreShared) {

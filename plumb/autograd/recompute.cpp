@@ -18,6 +18,7 @@
 
 #include "plumb/autograd/recompute_recipe.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/recompute_facts.h"
 
@@ -32,8 +33,8 @@ thread_local CheapRecompute::State* current = nullptr;
 
 }  // namespace
 
-// Stands in for a tensor that an operator is given: the same values, and nobody else holds it. Whoever holds it
-// afterwards has saved it.
+// An operator's argument, replaced by another tensor with the same values that nobody else holds. If it has a second
+// owner after the call, the operator's node has saved it.
 struct Loan {
   size_t arg;
   at::Tensor alias;
@@ -82,8 +83,8 @@ struct CheapRecompute::State {
 
 namespace {
 
-// Whether autocast may cast inside of this call: what it gives is then not made of its arguments as they are. `keys`
-// has those of autocast only where that is on, for the devices of the arguments.
+// Returns whether autocast may cast inside of this call: what it gives is then not made of its arguments as they are.
+// `keys` has those of autocast only where that is on, for the devices of the arguments.
 bool may_cast(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
   for (const c10::DispatchKey key : keys& c10::autocast_dispatch_keyset) {
     if (op.hasKernelForDispatchKey(key)) return true;
@@ -110,8 +111,8 @@ void visit_tensors(const std::vector<c10::IValue>& values, const Visit& visit) {
   }
 }
 
-// The factors of a product, by place among the tensors that it has edges for: each is needed for the other's gradient
-// alone.
+// Returns the factors of a product, by place among the tensors that it has edges for: each is needed for the other's
+// gradient alone.
 std::optional<std::pair<int, int>> factors_of(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
   if (name == "aten::mul") return std::pair(0, 1);
@@ -123,7 +124,7 @@ std::optional<std::pair<int, int>> factors_of(const c10::OperatorHandle& op) {
   return std::pair(place(product.operands[0]), place(product.operands[1]));
 }
 
-// Of two results in one layout, the whole of their memory. Waits for their device.
+// Compares two results of the same layout byte for byte, the whole of their memory. Waits for their device.
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   if (a.is_cpu()) return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -330,7 +331,8 @@ void CheapRecompute::State::drop(const std::shared_ptr<Recipe>& recipe) {
   }
 }
 
-// Of all that nodes saved since the last time, inputs before what is made of them: whether they stay is then known.
+// Decides for all results saved since the last time, inputs before the results computed from them, so that it is known
+// which inputs stay.
 void CheapRecompute::State::decide_all() {
   std::ranges::sort(undecided, {}, [](const auto& recipe) { return recipe->order; });
   std::shared_ptr<Recipe> last;
@@ -399,8 +401,8 @@ void note_operators(torch::Library& library, std::string_view space) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) { note_operators(m, "aten"); }
-TORCH_LIBRARY_IMPL(plumb, TESTING_ONLY_GenericWrapper, m) { note_operators(m, "plumb"); }
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, PLUMB_RECOMPUTE_KEY, m) { note_operators(m, "aten"); }
+TORCH_LIBRARY_IMPL(plumb, PLUMB_RECOMPUTE_KEY, m) { note_operators(m, "plumb"); }
+TORCH_LIBRARY_IMPL(_, PLUMB_RECOMPUTE_KEY, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 }  // namespace plumb

@@ -2,20 +2,20 @@
 //
 // A matrix product or convolution often saves the output of a cheap operator for its backward (gelu, silu, layer_norm,
 // a product, a cast, a copy) whose own inputs are saved anyway. While a CheapRecompute lives, it notes such operators
-// as they are called on this thread. An operator that may save such a result is given another tensor in its place, on
-// a storage of its own: who holds that afterwards has saved it. The storage is emptied, and hooks around the node that
-// saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
+// as they are called on this thread. An operator that may save such a result gets another tensor in its place, on
+// a storage of its own: an owner of it after the call has saved it. The storage is emptied, and hooks around the node
+// that saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
 //
 // - Only operators take part that are deterministic functions of their arguments: none that draws random numbers,
 //   writes, or looks anything up elsewhere.
 // - A result is kept if it was written since, if nobody keeps its inputs, if it is small, or if a hook of the user or a
 //   checkpoint holds it.
 // - Memory that still lives when the backward comes is used as it is.
-// - An input that was written in place since raises Error(InvalidState), as autograd does. Writes that version
+// - An input that was written in place since throws Error(InvalidState), as autograd does. Writes that version
 //   counters do not show (`.data`, raw memory) are the caller's risk, as with autograd, but for `check` below.
 // - The number of threads must be that of the forward, as for any backward.
 //
-// `grad_fn._saved_*` of such a tensor raises an error before the backward: there is nothing to see.
+// `grad_fn._saved_*` of such a tensor throws an error before the backward: there is nothing to see.
 //
 // A result that several nodes saved is computed once for all of them. It is not computed where a node's gradients do
 // not need it (a product's input, in the input half of a stage's backward).
@@ -37,7 +37,7 @@ namespace plumb {
 
 enum class Recompute { None, Cheap };
 
-// "none" or "cheap". Raises Error(InvalidArgument) for another word.
+// Parses "none" or "cheap". Throws Error(InvalidArgument) for another word.
 Recompute parse_recompute(const std::string& text);
 std::string to_string(Recompute recompute);
 
@@ -78,9 +78,9 @@ class CheapRecompute {
 // the halves of a backward.
 void drop_recomputed(torch::autograd::Node& node);
 
-// The hooks by which a node gets what it saved. They may run in each half of a backward.
+// Returns whether the node has no hooks except those that restore its saved tensors, which may run in each half.
 bool has_no_hooks_but_recipes(torch::autograd::Node& node);
-// The node has let go of what it saved: its recipes go with it.
+// Drops the recipes of a node that has released its saved tensors.
 void drop_recipes(torch::autograd::Node& node);
 
 }  // namespace plumb

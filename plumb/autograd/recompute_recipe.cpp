@@ -20,7 +20,7 @@ constexpr const char* kNotThere =
     "this tensor was not kept for the backward, which computes it again when it comes to it; to look at it before, run "
     "the stage with recompute = none";
 
-// Where a tensor's storage points to its memory, and may point to another.
+// True for devices on which a storage points to its memory and can be made to point to other memory.
 bool has_memory(const at::Tensor& x) {
   return x.is_cpu() || x.is_cuda() || x.is_xpu() || (x.is_privateuseone() && x.has_storage());
 }
@@ -144,7 +144,7 @@ at::Tensor Recipe::compute_quickly(const std::vector<c10::IValue>& args) const {
 
 namespace {
 
-// What `storage` holds, and the storage itself for as long as that is.
+// Returns a pointer to the storage's data that keeps the storage alive.
 at::DataPtr pointer_into(const c10::Storage& storage) {
   return {const_cast<void*>(storage.data()), new c10::Storage(storage),
           [](void* owner) { delete static_cast<c10::Storage*>(owner); }, storage.device()};

@@ -29,18 +29,17 @@ struct Part {
 
   explicit Part(const at::Tensor& t);
   bool unchanged() const { return versions.current_version() == version; }
-  // The tensor, with the version counter it had; undefined if the memory is gone.
+  // Returns the tensor, with the version counter it had; undefined if the memory is gone.
   at::Tensor lock() const;
 };
 
 class Recipe {
  public:
-  // A call of `op` with `args` that has just given `result`.
-  // `results`: all that the call gave.
+  // A call of `op` with `args` that has just given `result`. `results`: all that the call gave.
   Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
          int64_t order);
 
-  // Not by the call but by this: the values of a format from their codes. Not counted among what was computed again.
+  // Makes the values of a format from their codes, instead of calling the operator. Not counted as computed again.
   void make_by(std::function<at::Tensor()> make) {
     make_ = std::move(make);
     counted = true;
@@ -66,10 +65,10 @@ class Recipe {
   int64_t pending = 0;  // uses still to come
   bool counted = false;
 
-  // The memory that nodes save in place of the result's own. The first holds the result for as long as it is filled, so
-  // that the caller's tensor and what autograd saved part where the recipe is decided.
+  // Returns the memory that nodes save in place of the result's own. The first holds the result for as long as it is
+  // filled, so that the caller's tensor and what autograd saved part where the recipe is decided.
   c10::Storage lend(const c10::Storage& own);
-  // This memory is lent already, see part_from_node().
+  // Marks this memory as lent already, see part_from_node().
   void lent(const c10::Storage& storage) {
     lent_ = storage.getWeakStorageImpl();
     filled_ = true;
@@ -78,16 +77,17 @@ class Recipe {
   void empty();
   bool filled() const { return filled_; }
 
-  // A tensor over the memory of the result, alive, waiting, or computed.
+  // Returns a tensor over the memory of the result, alive, waiting, or computed.
   at::Tensor memory();
   // One use is over.
   void done();
   at::Tensor compute();
-  // What waits for its next use, here and in what this is made of, is let go; that use computes it once more.
+  // Releases the memory that waits for its next use, of this result and of the sources it is computed from. The next
+  // use computes it again.
   void forget();
 
  private:
-  // By a quicker way than the call, where there is one.
+  // Computes by a quicker way than the call, if there is one.
   at::Tensor compute_quickly(const std::vector<c10::IValue>& args) const;
 
   std::vector<c10::IValue> args_;  // tensors that are sources taken out
@@ -103,14 +103,14 @@ class Recipe {
   bool filled_ = false;
 };
 
-// Of memory that a quantiser filled on this thread, if its codes are there (saved_codes.h).
+// Returns the recipe of memory that a quantizer filled on this thread, or null if its codes are gone (saved_codes.h).
 std::shared_ptr<Recipe> recipe_of_codes(const c10::StorageImpl* storage);
 bool knows_codes();
-// Nodes keep the recipe now, and its codes as long as they live.
+// Leaves the recipe, and its codes, to the nodes that keep it.
 void let_go_of_codes(const std::shared_ptr<Recipe>& recipe);
 
-// For a result that its own node saved: the node keeps the storage it has, which is the answer and now lent; the result
-// gets one of its own.
+// For a result that its own node saved: returns the storage that the node keeps, which counts as lent from now on. The
+// result gets a new storage.
 c10::Storage part_from_node(const at::Tensor& result);
 
 // One use of a recipe by a node that saved its result.
@@ -120,14 +120,14 @@ struct RecipeUse {
   bool over = false;  // it was counted
   bool here = false;  // the node that runs now has filled the memory
 };
-// `node` has saved these. Hooks around it fill their memory for the time it runs.
+// Puts hooks around `node` that fill the memory of its saved results for the time it runs.
 void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 
-// native_layer_norm's result from its arguments and the two others that it gave, in one pass; undefined where that
-// would not be the bits that ATen gives.
+// Returns native_layer_norm's result from its arguments and its two other results, in one pass; undefined if those
+// would not be ATen's bits.
 at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
-// A strided tensor of its own, no tracer's, on the CPU or a device whose storages point to its memory.
+// Returns whether x is strided, no tracer's, and on the CPU or a device whose storages point to its memory.
 bool has_plain_memory(const at::Tensor& x);
 
 }  // namespace plumb

@@ -18,7 +18,7 @@ at::Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
   return there((at::randn(sizes) * 0.3).to(dtype)).requires_grad_(true);
 }
 
-// Of the CPU and of the device: torch's own function knows torch's own devices.
+// Seeds the CPU and the test device. torch's own function knows only torch's own devices.
 void seed(uint64_t number) {
   at::manual_seed(number);
   if (test_device().is_cpu()) return;
@@ -144,7 +144,7 @@ TEST(Recompute, KeepsLessAndChangesNoBit) {
     const Trained kept = train(model, Recompute::None), again = train(model, Recompute::Cheap);
     expect_same(kept.values, again.values, model.name);
     EXPECT_LT(static_cast<double>(again.held), model.kept_at_most * static_cast<double>(kept.held)) << model.name;
-    // What is reported is what is not held, but for what other results still hold.
+    // Whatever is not held any more is reported, except what other results still hold.
     EXPECT_GE(again.report.total().bytes, kept.held - again.held) << model.name;
   }
 }

@@ -14,7 +14,7 @@
 namespace plumb {
 namespace {
 
-constexpr size_t kKnown = 64;          // tensors remembered: a product's inputs are quantised just before it
+constexpr size_t kKnown = 64;          // tensors remembered: a product's inputs are quantized just before it
 constexpr int64_t kFewElements = 512;  // below it a hook costs more than it saves
 
 struct Known {
@@ -36,7 +36,7 @@ bool has_codes(const at::Tensor& x, const FPFormat& format) {
   return format.bits() <= 8 && !format.has_blocks() && has_plain_memory(x) && x.numel() >= kFewElements;
 }
 
-// All of x's memory in its order, with x's version counter.
+// Returns all of x's memory in its order, with x's version counter.
 at::Tensor memory_of(const at::Tensor& x) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto elements = static_cast<int64_t>(x.storage().nbytes() / x.element_size());

@@ -15,7 +15,7 @@
 
 namespace plumb {
 
-// `x`, fresh from a quantiser on this thread, holds values of `format`, as long as its memory lives and is not written.
+// Notes that `x`, fresh from a quantizer on this thread, holds values of `format` until its memory dies or is written.
 void remember_quantised(const at::Tensor& x, const FPFormat& format);
 
 // quantise() and remember_quantised(), the codes made in the same pass; undefined where codes are not for this tensor.

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "plumb/autograd/simulate_format.h"
-#include "plumb/graph/recompute_facts.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/numerics/quantise.h"
 
 namespace plumb {
@@ -13,7 +13,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The product of quantised inputs, and what its node keeps of the first one: true if that is codes.
+// The product of quantized inputs, and what its node keeps of the first one: true if that is codes.
 struct Product {
   const char* name;
   std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> product;

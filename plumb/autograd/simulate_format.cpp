@@ -20,7 +20,7 @@ namespace {
 
 bool leaves_alone(std::string_view format) { return format == "none"; }
 
-// A seed for the backward pass that differs from the forward's.
+// Returns a seed for the backward pass that differs from the forward's.
 std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
   return seed ? std::optional<int64_t>(int64_t(uint64_t(*seed) ^ 0x9E3779B97F4A7C15ull)) : std::nullopt;
 }
@@ -46,8 +46,8 @@ at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::
   return at::empty_like(x);
 }
 
-// Another tensor on x's memory. It is no view to autograd, which would forbid writing to it in place; the version
-// counter is shared, so that whoever saved x learns of such a write.
+// Returns another tensor on x's memory. It is no view to autograd, which would forbid in-place writes to it. The
+// version counter is shared, so that autograd detects a write to an x that it saved.
 at::Tensor same_memory(const at::Tensor& x) {
   at::Tensor result = at::alias(x);
   if (!x.is_inference() && !result.is_inference())

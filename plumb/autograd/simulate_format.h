@@ -27,16 +27,15 @@ struct Measuring {
   MetricsOptions options = {};
 };
 
-// The seed that both passes are given, in the forward. Where a run seeds nodes by name (graph/node_seeds.h) one is
-// drawn here for a backward that rounds stochastically: what that drew itself would depend on which nodes ran before
-// it.
+// Returns the seed that both passes are given, in the forward. Where a run seeds nodes by name (graph/node_seeds.h) one
+// is drawn here for a backward that rounds stochastically: a seed drawn there would depend on which nodes ran before.
 std::optional<int64_t> seed_of_passes(std::optional<int64_t> seed, std::string_view bwd);
 
 // Called below autograd. "none": another tensor on x's memory.
 at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
                             const Measuring& measuring = {});
 
-// A gradient that nobody else holds is rounded where it lies.
+// Rounds a gradient that has no other owner in place.
 at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::optional<int64_t> seed, int64_t dim,
                              const Measuring& measuring = {});
 

@@ -15,8 +15,8 @@ namespace plumb {
 
 using Tensors = std::vector<at::Tensor>;
 
-// A tensor without elements that stands for `output` in the functions below: it leads to the same place in autograd's
-// graph, and the output's own memory may go.
+// Returns a tensor without elements that stands for `output` in the functions below: it leads to the same place in
+// autograd's graph, and the output's own memory may go.
 at::Tensor backward_handle(const at::Tensor& output);
 
 // The sizes, dtype and device that a gradient must have.
@@ -24,7 +24,7 @@ struct GradientMeta {
   std::vector<int64_t> sizes;
   at::TensorOptions options;
 };
-// Of the gradient of an output, or of its handle; nothing if it takes none.
+// Returns the metadata that the gradient of an output, or of its handle, must have; nullopt if it takes none.
 std::optional<GradientMeta> gradient_meta(const at::Tensor& output);
 
 // The start of a stage's autograd graph: gradients of the stage's inputs stop here.
@@ -32,12 +32,12 @@ struct InputBoundary {
   // One entry per input of the stage. `wants_gradient[i]` is ignored for undefined, integer and boolean values.
   InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient);
 
-  // The tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may begin with
-  // an in-place operator.
+  // Returns the tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may
+  // begin with an in-place operator.
   const Tensors& inputs() const;
   // Releases the inputs; the boundary itself stays. Autograd keeps those that it saved.
   void release_inputs();
-  // Of the gradient of input `index`; nothing if it takes none.
+  // Returns the metadata that the gradient of input `index` must have; nullopt if it takes none.
   std::optional<GradientMeta> gradient_meta(size_t index) const;
 
   struct State;
@@ -64,21 +64,20 @@ struct InputHalf {
 // outputs: tensors that require no gradient, or are undefined, are skipped with their gradients.
 // output_grads: empty means ones for every output. An undefined entry means ones for a one-element output and is an
 //   error for any other. Sizes must be the output's.
-// inputs: leaf tensors (a `.grad` from before is part of the answer; unset afterwards) or an InputBoundary. A tensor
-// that
-//   comes twice has its gradient at the first place and none at the second.
-// input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
-//   form only; empty, or one entry per input, undefined for none.
+// inputs: leaf tensors (an earlier `.grad` is added to the returned gradient and then reset) or an InputBoundary.
+//   A tensor that is given twice has its gradient at the first place and none at the second.
+// input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first.
+//   Boundary form only; empty, or one entry per input, undefined for none.
 //
 // Throws Error(StructureMismatch) for other numbers of gradients, Error(TensorMismatch) for other sizes,
-// Error(InvalidState) without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. The graph
-// is used up.
+// Error(InvalidState) without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. Uses up
+// the graph.
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs);
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds = {});
 
-// The input half: the gradients of the inputs only. No `.grad` is touched. Arguments as for stage_backward; `inputs`
-// may be any tensors of the graph that require grad, leaves or not.
+// Runs the input half: returns the gradients of the inputs only and touches no `.grad`. Arguments as for
+// stage_backward; `inputs` may be any tensors of the graph that require grad, leaves or not.
 //
 // A node that must not run twice (a custom autograd function not of plumb's own, a node with hooks) does all its work
 // in this half, weights included; only the accumulation into `.grad` waits. Where outputs do not depend on any input
@@ -93,9 +92,9 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                                const Tensors& input_seeds = {}, bool keep_graph = false);
 
-// The weight half: accumulates into the `.grad` of every leaf, or of these `weights` and no others, as backward() would
-// have. retain_graph keeps the saved tensors and `deferred` usable again. Throws Error(InvalidState) if `deferred` has
-// run already.
+// Runs the weight half: accumulates into the `.grad` of every leaf, or of these `weights` and no others, as backward()
+// would have. retain_graph keeps the saved tensors and `deferred` usable again. Throws Error(InvalidState) if
+// `deferred` has run already.
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph = false);
 void stage_backward_weight(DeferredWeights& deferred, const Tensors& weights, bool retain_graph = false);
 

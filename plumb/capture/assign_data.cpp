@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "plumb/capture/session.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {

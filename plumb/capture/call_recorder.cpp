@@ -109,7 +109,7 @@ int CallRecorder::known_as(ValueTable::Found found, const at::Tensor& t, const s
   if (known.written && !found.by_memory) known.requires_grad = t.requires_grad();
   if (known.requires_grad == t.requires_grad()) return found.value;
   if (known.requires_grad) {
-    // The same memory, cut from autograd's graph without a call that could be seen (.data): a detach says it.
+    // The same memory, cut from autograd's graph without a call that capture can see (.data): recorded as a detach.
     return emit("aten::detach", {RecordedArg{found.value}}, t, known.from_constants);
   }
   if (!found.by_memory && known.origin != RecordedValue::Result) return found.value;

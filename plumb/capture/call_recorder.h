@@ -24,22 +24,22 @@ class CallRecorder {
   int look_up(const at::Tensor& tensor, const std::string& reader);
   // Looks up every tensor of an operator's argument. `from_constants` becomes false if one of them is no constant.
   RecordedArg argument(const c10::IValue& v, const std::string& reader, bool& from_constants);
-  // `arg` is about to be written, as `tensor`. If that is another tensor on the same memory (`.data`), the write is one
-  // to a detached tensor.
+  // Called before `arg` is written, as `tensor`. If that is another tensor on the same memory (`.data`), the write is
+  // one to a detached tensor.
   void cut_off_data(const at::Tensor& tensor, RecordedArg& arg);
-  // A tensor that the model is called with in place of `given`.
+  // Adds the tensor that the model is called with in place of `given`.
   void add_input(const at::Tensor& fed, const at::Tensor& given);
-  // A constant of the graph with a copy of this tensor's contents.
+  // Adds a constant with a copy of this tensor's contents.
   int constant_copy(const at::Tensor& tensor);
-  // The call that made this value, or null.
+  // Returns the call that made this value, or null.
   const Record* producer(const RecordedArg& arg) const;
 
   // --- calls ---
-  // A call of this operator, with the module and line where the program is now.
+  // Returns a call of this operator, with the module and line where the program is now.
   Record begin(const c10::OperatorHandle& op);
-  // Its results are on top of the stack: gives them numbers and keeps the call.
+  // Numbers the call's results, which are on top of the stack, and keeps the call.
   void finish(Record record, const torch::jit::Stack& stack, bool from_constants);
-  // A call of an operator that the program did not make: with one result, or with none.
+  // Adds a call of an operator that the program did not make: with one result, or with none.
   int emit(std::string_view op, std::vector<RecordedArg> args, const at::Tensor& result, bool from_constants);
   void emit(std::string_view op, std::vector<RecordedArg> args);
 

@@ -15,8 +15,7 @@ struct OneCapture {
   std::vector<std::string> notes;
 };
 
-// Writes what the model re-assigned back into buffers and attributes; the old tensors are in their places again
-// afterwards.
+// Writes what the model re-assigned back into buffers and attributes, and puts the old tensors back in their places.
 void write_back(Session& session) {
   const CaptureRequest& request = session.request;
   if (request.buffers_after) {

@@ -39,21 +39,20 @@ struct CaptureRequest {
   State state;                      // parameters and buffers by name
   std::vector<c10::IValue> inputs;  // flat; tensors become inputs of the graph, other values are part of its signature
   TreeSpec in_spec;                 // of (args, kwargs)
-  // Runs the model on these flat inputs; answers flat outputs and sets out_spec.
+  // Runs the model on these flat inputs; returns flat outputs and sets out_spec.
   std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>& inputs, TreeSpec& out_spec)> call;
-  // Answers the line of the caller's code that runs now; may be empty.
+  // Returns the line of the caller's code that runs now; may be empty.
   std::function<std::shared_ptr<const SourceLocation>()> locate;
   // Called after `call`: buffers as they are now, to find re-assigned ones; may be empty. Puts back the old ones.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> buffers_after;
   // Called after `call`: (name, old, new) of other tensors that the module holds and re-assigned; may be empty. Puts
   // back the old ones.
   std::function<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>()> attributes_after;
-  // Called when the program asks whether a tensor is true: whether one of the answers only makes it stop with an error.
-  // Such checks become nodes that check in every run. May be empty.
+  // Called when the program converts a tensor to bool. Returns true if one of the two branches does nothing but
+  // fail. Such checks become nodes that check in every run. May be empty.
   std::function<bool()> is_check;
   // Whether values that the program takes out of tensors (item, bool) may be guarded instead of refused: nodes then
-  // check in every run that they are still the same, and plumb::control_value nodes note the tensors that they come
-  // from.
+  // check in every run that they are still the same, and plumb::control_value nodes note their tensors.
   bool guard_values = false;
   // Guards values at once. The first tensors that decide about values and sizes get these values, in order, as
   // ControlValueLog has them: a transformed graph takes another path than the module itself, and this is how the
@@ -62,10 +61,10 @@ struct CaptureRequest {
   // Called before each attempt to capture: whether libraries that have a way of their own for graph makers
   // (torch.compiler.is_compiling()) are to take it. May be empty.
   std::function<void(bool tell_libraries)> begin_attempt;
-  // Whether a line is of such a library. A refusal there is a reason to begin again and tell the libraries. May be
-  // empty: there are none.
+  // Returns whether a line is of such a library. A refusal there makes the capture begin again and tell the libraries.
+  // Empty: there are none.
   std::function<bool(const SourceLocation&)> in_library;
-  // Whether the model has modules of such a library. They are told whenever values are guarded.
+  // True if the model has modules of such a library. `begin_attempt` tells libraries whenever values are guarded.
   bool has_libraries = false;
   bool training = false;
   // Class names by module path, if nothing calls push_module() and pop_module(): nodes then get their modules by the
@@ -80,9 +79,9 @@ void pop_module();
 bool is_capturing();
 // Refuses what the forward does now, naming module and line.
 [[noreturn]] void refuse_capture(const std::string& what, const std::string& remedy);
-// The program assigns to `tensor.data`: see Session::assign_data. Outside of a capture it is set_data().
+// Records an assignment to `tensor.data`: see Session::assign_data. Outside of a capture it is set_data().
 void assign_data(const at::Tensor& tensor, const at::Tensor& value);
-// True for a tensor that the forward which is captured on this thread was given or has computed of its inputs.
+// Returns whether the captured forward of this thread was given the tensor or has computed it from its inputs.
 bool is_computed(const at::Tensor& tensor);
 // Sizes that depend on the data, and values read as a list: see Guards::has_dynamic_sizes, guard_size, guard_values.
 bool size_depends_on_values(const at::Tensor& tensor);
@@ -101,8 +100,7 @@ class ControlValueLog {
   ControlValueLog* const outer_;
 };
 
-// A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the
-// process.
+// A Python or C++ function that is opaque to a graph, kept as one node that calls it. Ids live as long as the process.
 using OpaqueFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 int64_t register_opaque(OpaqueFunction function, std::string name);
 std::string opaque_name(int64_t id);
@@ -202,7 +200,7 @@ constexpr bool can_capture() {
 
 }  // namespace capture_detail
 
-// Parameters and buffers of a C++ module under their full names; a tied tensor under each of its names.
+// Returns parameters and buffers of a C++ module under their full names; a tied tensor under each of its names.
 State state_of(const torch::nn::Module& module);
 
 // Any callable over a module's parameters: capture_call(module, [&](at::Tensor x) { return ...; }, x).

@@ -6,8 +6,8 @@
 
 namespace plumb {
 
-// A capture begins with the cheapest mode. A forward that does not fit it gives a reason, and the capture is done again
-// in the mode that next_mode() answers.
+// How one attempt to capture works. A capture begins with the cheapest mode. A forward that does not fit it gives a
+// reason, and the capture is repeated in the mode that next_mode() returns.
 struct CaptureMode {
   // Large products are not computed: zeros take the place of their results. No value is then what it will be.
   bool skip_compute = true;
@@ -43,7 +43,7 @@ struct Attempt {
     retry = reason;
     throw GivenUp();
   }
-  // Before a value is read.
+  // Called before a value is read.
   void need_values() {
     if (skipped) give_up(RetryReason::NeedsValues);
   }
@@ -57,9 +57,9 @@ struct AllowedModes {
   bool guarded_tells_libraries = false;  // guarding values tells libraries, too
 };
 
-// The mode to begin with. `guard_values`: a mode that guards values at once.
+// Returns the mode to begin with. `guard_values`: a mode that guards values at once.
 CaptureMode first_mode(const AllowedModes& allowed, bool guard_values);
-// The mode to try after `mode` failed for this reason; nothing if there is none left, which makes the failure final.
+// Returns the mode to try after `mode` failed for this reason; nullopt if there is none left: the failure is final.
 std::optional<CaptureMode> next_mode(const CaptureMode& mode, RetryReason reason, const AllowedModes& allowed);
 
 }  // namespace plumb

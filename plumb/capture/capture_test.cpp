@@ -129,7 +129,7 @@ TEST(Capture, ChecksInEveryRunThatTensorsAreStillEqualOrNot) {
 }
 
 TEST(Capture, LeavesLargeProductsOutWhereNoValueIsAskedFor) {
-  // The products are the same graph as ever; what is asked of values is answered by the values.
+  // Products are recorded as without such reads; the reads get the real values.
   Tensor w = torch::randn({200, 200});
   for (bool in_place : {false, true}) {
     auto f = [=](Tensor x) {

@@ -17,9 +17,9 @@
 
 namespace plumb {
 
-// What a graph is made for: every input's dtype, sizes, device and whether it has a gradient, the modes of the model's
-// modules, what they print of themselves (torch's layers: their options), and autocast. Members of a module's struct
-// that its forward reads cannot be seen: a module that overrides pretty_print() to print them is followed, too.
+// Returns the key of the graph that a call needs: dtype, sizes, device and requires_grad of every input, the modes of
+// the model's modules, what they print (torch's layers: their options), and autocast. Members of a module's struct
+// cannot be seen; a module that overrides pretty_print() to print them is followed, too.
 std::string signature_of(const torch::nn::Module& model, const std::vector<at::Tensor>& inputs);
 
 // Gives `to` the parameters and buffers of `from` that have the same names, so that both train the same tensors.
@@ -36,7 +36,7 @@ class CapturedModel {
   explicit CapturedModel(M model, Transform transform = {})
       : model_(std::move(model)), transform_(std::move(transform)) {}
 
-  // The graph for inputs like these: the one there is, or one captured now. Throws what capture() throws.
+  // Returns the graph for inputs like these: the one there is, or one captured now. Throws what capture() throws.
   template <typename... Tensors>
   std::shared_ptr<GraphModule> graph(const Tensors&... inputs) {
     const std::string key = signature_of(capture_detail::module_of(model_), {inputs...});
@@ -59,7 +59,7 @@ class CapturedModel {
     return (*graph(inputs...))(inputs...);
   }
 
-  // Those of the first graph. Throws Error(InvalidState) before the first call.
+  // Returns those of the first graph. Throws Error(InvalidState) before the first call.
   std::vector<at::Tensor> parameters() const { return first().parameters(); }
   const GraphModule& first() const {
     if (first_) return *first_;

@@ -15,8 +15,8 @@ namespace {
 
 thread_local ControlValueLog* control_value_log = nullptr;
 
-// Whoever keeps a log takes another graph where a check fails: at once, before the run goes on along a path that is not
-// these values'.
+// While a ControlValueLog is active, a failed check selects another graph. It is then read at once, before the run
+// continues on a path that is not for these values.
 void check_guard(const at::Tensor& passed, std::function<Error()> failure) {
   if (!control_value_log) return check_value(passed, std::move(failure));
   if (!passed.item<bool>()) throw failure();
@@ -82,7 +82,7 @@ void guard_value_read(const at::Tensor& x, const at::Tensor& expected, bool trut
   if (x.is_meta()) return;
   at::NoGradGuard no_grad;
   const bool number = !truth && x.numel() == 1 && !x.is_complex();
-  // Of a device: the model may write over it before the check is read.
+  // On a device the model may overwrite x before the check is read.
   const at::Tensor found = number && !x.is_cpu() ? x.clone() : x;
   check_guard(
       truth ? truth_of(x).eq(truth_of(expected).to(x.device())) : same_answer(x, expected),

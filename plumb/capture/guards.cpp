@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {
@@ -14,7 +15,7 @@ namespace {
 
 std::string_view base_name(std::string_view name) { return name.substr(0, name.find('.')); }
 
-// Whether sizes of the results follow from the values of tensors.
+// Returns whether sizes of the results follow from the values of tensors.
 bool shape_depends_on_values(const c10::OperatorHandle& op, const std::string& name, at::ArrayRef<c10::IValue> args) {
   switch (operator_facts(name).data_sizes) {
     case DataSizes::ByTag: return op.hasTag(at::Tag::dynamic_output_shape);
@@ -91,8 +92,8 @@ void Guards::refuse_random(const std::string& name, const RecordedArg& arg) {
   }
 }
 
-// torch.rand is in [0, 1): held against 0 or 1 it always gives the same answer. So layers ask whether to leave
-// themselves out with probability zero.
+// Recognizes comparisons of torch.rand, which is in [0, 1), with a limit at or beyond 0 or 1: the outcome is constant.
+// Layers compare like that to drop themselves with probability zero.
 bool Guards::is_known(const RecordedArg& condition) const {
   const Record* compare = recorder_.producer(condition);
   if (!compare || compare->args.size() < 2) return false;
@@ -115,7 +116,7 @@ void Guards::guard(std::string_view op, std::vector<RecordedArg> args, std::vect
   recorder_.note_here(about);
 }
 
-// An assertion, or a branch that only raises an error.
+// Guards an assertion, or a branch that does nothing but fail.
 bool Guards::guard_check(const RecordedArg& condition, const at::Tensor& tensor) {
   if (!recorder_.request.is_check || tensor.is_meta()) return false;
   attempt_.need_values();
@@ -141,7 +142,7 @@ bool Guards::guard_buffer(const RecordedArg& arg, const at::Tensor& tensor) {
       Error(ErrorKind::DataDependent,
             "the value of buffer '" + name + "' is taken into the program, and the forward writes the buffer",
             recorder_.where(),
-            "if the layer initialises itself on its first batch, run the model once before; else compute with the "
+            "if the layer initializes itself on its first batch, run the model once before; else compute with the "
             "buffer as "
             "a tensor (torch.where, index_copy, scatter)"));
   guard("plumb::guard_value", {arg, RecordedArg{recorder_.constant_copy(tensor)}}, {recorder_.where()},
@@ -160,7 +161,7 @@ bool Guards::guard_value_read(const RecordedArg& arg, const at::Tensor& tensor, 
 at::Tensor Guards::guard_values(const at::Tensor& tensor) {
   constexpr int64_t kMost = 4096;
   if (!attempt_.mode.guard_values || tensor.numel() > kMost || tensor.is_meta()) return {};
-  c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
   const int value = recorder_.look_up(tensor, "tolist");
   if (recorder_.values[value].from_constants) return {};
   note_control_value(RecordedArg{value}, tensor);
@@ -210,8 +211,8 @@ void Guards::check_buffer_reads() const {
   }
 }
 
-// torch::nn::MultiheadAttention asks whether query and key are equal to choose between two ways to the same numbers.
-// For one and the same tensor, or for other shapes, the answer is known; otherwise a node checks it in every run.
+// Guards torch.equal: torch::nn::MultiheadAttention compares query and key to choose between two equivalent paths. For
+// the same tensor, or for different shapes, the outcome is known; otherwise a node checks it in every run.
 void Guards::guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack) {
   const auto given = torch::jit::last(stack, 2);
   const at::Tensor a = given[0].toTensor(), b = given[1].toTensor();
@@ -226,7 +227,8 @@ void Guards::guard_equal(const std::vector<RecordedArg>& args, const torch::jit:
             " at capture: the graph checks that it still does");
 }
 
-// An operator that writes in place keeps the size of what it writes: only its first argument counts.
+// Returns whether sizes of its tensors may be dynamic. An operator that writes in place keeps the size of what it
+// writes: only its first argument counts.
 bool Guards::takes_dynamic(const c10::FunctionSchema& schema, const std::vector<RecordedArg>& args) const {
   bool dynamic = false;
   for (size_t i = 0; i < (schema.is_mutable() ? 1 : args.size()); ++i)

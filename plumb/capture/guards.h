@@ -1,5 +1,4 @@
-// Values and sizes that the program takes out of tensors: known, guarded by a node that checks them in every run, or
-// refused.
+// Values and sizes that the program takes out of tensors: known, guarded by a node in every run, or refused.
 #pragma once
 
 #include <string>
@@ -11,34 +10,34 @@
 
 namespace plumb {
 
-// Whether this operator (aten::item, ...) hands a value out of a tensor to the program.
+// Returns whether this operator (aten::item, ...) returns a value of a tensor to the program.
 bool is_value_reader(std::string_view name);
 
 class Guards {
  public:
   Guards(CallRecorder& recorder, const ModuleStateGuard& module_state, Attempt& attempt);
 
-  // Before a call whose results hold no tensor. Answers true if it is not to be recorded, because its answer is a part
-  // of the graph, known, or guarded from now on. Refuses an answer that none of these can be.
+  // Called before a call whose results hold no tensor. Returns true if the call is not to be recorded, because its
+  // result is a part of the graph, known, or guarded from now on. Throws if the result can be none of these.
   bool answered_at_capture(const c10::OperatorHandle& op, const std::string& name, const std::vector<RecordedArg>& args,
                            bool from_constants, const torch::jit::Stack& stack);
 
-  // Whether sizes of the call's results may depend on the data. Guards the size of a tensor that decides how many
-  // tensors the call returns.
+  // Returns whether sizes of the call's results may depend on the data. Guards the size of a tensor that decides how
+  // many tensors the call returns.
   bool results_have_dynamic_sizes(const c10::OperatorHandle& op, const std::string& name,
                                   const std::vector<RecordedArg>& args, at::ArrayRef<c10::IValue> given,
                                   bool from_constants);
-  // Whether this tensor's sizes may depend on the data and no node checks them yet.
+  // Returns whether this tensor's sizes may depend on the data and no node checks them yet.
   bool has_dynamic_sizes(const at::Tensor& tensor) const;
   // Adds a node that checks in every run that the sizes are these (`exact`), or that the tensor stays as empty or not.
   void guard_size(const at::Tensor& tensor, bool exact);
 
-  // Whether this tensor requires a gradient in a run with the inputs as they were given, which are fed as requiring
-  // one. `guarded`: where the answer hangs on inputs, nodes check in every run that they still do or do not.
+  // Returns whether this tensor requires a gradient in a run with the inputs as they were given, although all inputs
+  // require one while capturing. `guarded`: if that depends on inputs, nodes check it in every run.
   bool requires_grad(const at::Tensor& tensor, bool guarded);
 
-  // The program reads all values of the tensor. Adds a node that checks them and returns a copy to read from; undefined
-  // where they need no check or may not be guarded.
+  // Called when the program reads all values of the tensor. Adds a node that checks them and returns a copy to read
+  // from; undefined if they need no check or may not be guarded.
   at::Tensor guard_values(const at::Tensor& tensor);
   // If the call reads values of tensors: notes those that decide about the program's path, and gives them the values
   // of CaptureRequest::control_values.
@@ -49,7 +48,7 @@ class Guards {
   void check_buffer_reads() const;
 
  private:
-  // A node with these values and constants as arguments; `about` goes to the notes.
+  // Adds a node with these values and constants as arguments; `about` goes to the notes.
   void guard(std::string_view op, std::vector<RecordedArg> args, std::vector<c10::IValue> constants,
              const std::string& about);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
@@ -68,7 +67,7 @@ class Guards {
   size_t control_values_ = 0;
 };
 
-// Guards::requires_grad of the capture that runs on this thread; what the tensor says where there is none.
+// Returns Guards::requires_grad of this thread's capture; without one the tensor's own.
 bool requires_grad_as_given(const at::Tensor& tensor, bool guarded);
 
 }  // namespace plumb

@@ -13,7 +13,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
 
-// A request to capture f(x).
+// Returns a request to capture f(x).
 CaptureRequest request_for(const std::function<at::Tensor(const at::Tensor&)>& f, const at::Tensor& x) {
   CaptureRequest request;
   request.inputs = {x};

@@ -13,7 +13,7 @@ std::string parent_of(const std::string& path) {
   return dot == std::string::npos ? "" : path.substr(0, dot);
 }
 
-// The innermost module around both; "" is the root.
+// Returns the innermost module around both; "" is the root.
 std::string around(std::string a, std::string b) {
   while (a != b) {
     std::string& longer = a.size() < b.size() ? b : a;
@@ -22,7 +22,8 @@ std::string around(std::string a, std::string b) {
   return a;
 }
 
-// What reads state, and what is made of state alone, which passes its module on to its reader.
+// Finds the module that a node belongs to: the owner of the state it reads. A value made of state alone passes its
+// module on to its reader.
 class Owners {
  public:
   Path owner_of(const Node* node) {

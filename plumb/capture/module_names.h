@@ -1,4 +1,4 @@
-// The modules of a graph's nodes where the front end cannot tell them: a C++ module has no hooks around its forward.
+// The modules of a graph's nodes if the front end does not know them: a C++ module has no hooks around its forward.
 #pragma once
 
 #include <map>

@@ -22,7 +22,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// The paths of the calls of this operator, in order.
+// Returns the paths of the calls of this operator, in order.
 std::vector<std::string> paths_of(const GraphModule& module, std::string_view op) {
   std::vector<std::string> paths;
   for (const Node* node : module.graph().nodes()) {

@@ -25,12 +25,12 @@ class ModuleStateGuard {
   // Tensor number `index` is one whose contents are put back. The state's tensors are watched under their place in it;
   // a tied tensor under the first.
   void watch(int index, const at::Tensor& tensor);
-  // Before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
+  // Called before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
   void before_write(const at::Tensor& tensor);
-  // The first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors get
-  // theirs back.
+  // Returns the first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors
+  // get theirs back.
   int find_moved();
-  // Whether before_write() met the storage of tensor number `index`.
+  // Returns whether before_write() met the storage of tensor number `index`.
   bool was_written(int index) const { return contents_.count(index) != 0; }
 
  private:

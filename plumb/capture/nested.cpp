@@ -8,7 +8,7 @@
 namespace plumb {
 namespace {
 
-// The frames of a node of an inner graph as seen from outside: its paths count from the module that runs it.
+// Returns the frames of a node of an inner graph as seen from outside: its paths count from the module that runs it.
 std::shared_ptr<const ModuleStack> below(const std::shared_ptr<const ModuleStack>& outer,
                                          const std::shared_ptr<const ModuleStack>& inner) {
   if (!inner) return outer;

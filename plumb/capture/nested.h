@@ -22,8 +22,8 @@ class PausedCapture {
   Session* session_;
 };
 
-// module.run(inputs). A capture that runs on this thread records the modules and source lines that the graph's nodes
-// have, below the module that it is in.
+// Returns module.run(inputs). A capture on this thread records the modules and source lines of the graph's nodes, below
+// the module that it is in.
 std::vector<c10::IValue> run_recorded(GraphModule& module, std::vector<c10::IValue> inputs);
 
 }  // namespace plumb

@@ -32,7 +32,7 @@ const std::pair<OpaqueFunction, std::string>& opaque(int64_t id) {
   return table.functions[static_cast<size_t>(id)];
 }
 
-// A replay ignores its caller's autocast; the function has the region that it was captured in.
+// Restores the autocast region that the function was captured in: a replay ignores its caller's.
 c10::impl::LocalDispatchKeySet with_autocast() {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = keys.excluded_ - c10::autocast_dispatch_keyset;

@@ -26,7 +26,7 @@ void for_each_value(const RecordedArg& arg, const Visit& visit) {
   }
 }
 
-// Whether a tensor of a value, itself or an element of a list, is such.
+// Returns whether `is` holds for a tensor of a value, itself or an element of a list.
 template <class Is>
 bool any_tensor(const c10::IValue& v, const Is& is) {
   if (v.isTensor()) return is(v.toTensor());

@@ -15,11 +15,10 @@
 #include <algorithm>
 
 #include "plumb/capture/fake_result.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {
-
-constexpr auto kKey = kCaptureKey;
 
 namespace {
 
@@ -59,7 +58,7 @@ at::Tensor clone_as_laid_out(const at::Tensor& t) {
   return gaps ? at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t) : t.clone();
 }
 
-// Whether the arguments of _reshape_alias (self, size, stride) are those of a view: a file may hold that.
+// Returns whether the arguments of _reshape_alias (self, size, stride) are those of a view: a file may hold that.
 bool is_view(const torch::jit::Stack& stack) {
   const auto args = torch::jit::last(stack, 3);
   const at::Tensor& self = args[0].toTensor();
@@ -68,7 +67,7 @@ bool is_view(const torch::jit::Stack& stack) {
 }
 
 void redispatch_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kCaptureKey), stack);
 }
 
 }  // namespace
@@ -114,32 +113,32 @@ void Session::start() {
   outer_ = current_session;
   current_session = this;
   active_ = true;
-  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  c10::impl::tls_set_dispatch_key_included(kCaptureKey, true);
 }
 
 void Session::stop() {
   if (!active_) return;
   active_ = false;
   current_session = outer_;
-  if (!outer_) c10::impl::tls_set_dispatch_key_included(kKey, false);
+  if (!outer_) c10::impl::tls_set_dispatch_key_included(kCaptureKey, false);
   at::autocast::clear_cache();
 }
 
 void Session::pause() {
   attempt.need_values();
   current_session = nullptr;
-  c10::impl::tls_set_dispatch_key_included(kKey, false);
+  c10::impl::tls_set_dispatch_key_included(kCaptureKey, false);
 }
 
 void Session::resume() {
   current_session = this;
-  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  c10::impl::tls_set_dispatch_key_included(kCaptureKey, true);
 }
 
 // torch.tensor([..]), x[[0, 2]] and from_numpy fill memory by raw pointer and then call lift_fresh: its contents now
 // are a constant. The model may write into the result, so each call starts from a clone.
 void Session::record_lift_fresh(torch::jit::Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
   const at::Tensor t = stack->back().toTensor();
   const int value = recorder.constant_copy(t);
   recorder.emit("aten::clone", {RecordedArg{value}, RecordedArg{c10::IValue()}}, t, true);
@@ -161,7 +160,7 @@ void Session::record_dual(torch::jit::Stack* stack) {
 void Session::record_asked(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::Tensor& x = (*stack)[stack->size() - 3].toTensor();
   const bool answer = guards.requires_grad(x, true);
-  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
   if (!answer) x = x.detach();
   op.callBoxed(*stack);
 }
@@ -184,7 +183,7 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
   }
 }
 
-// Answers true if autocast has a kernel for the operator, which has then run: its casts and the operator on cast inputs
+// Returns true if autocast has a kernel for the operator, which has then run: its casts and the operator on cast inputs
 // were recorded as ordinary calls. `composite`: the operators that this one is made of may have such kernels.
 bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                        bool& composite) {
@@ -207,13 +206,13 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
         "bilinear under autocast casts inside of its own kernel",
         "call it outside of the autocast region, or write it as torch.einsum('bi,oij,bj->bo', x, weight, y) + bias");
   }
-  // (Python functions open autocast regions of their own. What hands a value to the program is answered as a whole.)
+  // Python functions open autocast regions of their own. Operators that return a value to the program stay whole.
   composite = active && op.schema().name() != "plumb::python_function" && !is_value_reader(operator_name(op)) &&
               op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   return false;
 }
 
-// Whether the operators that this one is made of are recorded in its place.
+// Returns whether the operators that this one is made of are recorded in its place.
 bool Session::is_opened(const c10::OperatorHandle& op, const std::string& name) const {
   // Which kernel of attention runs depends on a context that a replay does not have.
   if (name == "aten::scaled_dot_product_attention" || name == "aten::_scaled_dot_product_attention_math")
@@ -260,10 +259,10 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   if (!attempt.mode.open_composites && torch::autograd::get_current_node())
     attempt.give_up(RetryReason::NeedsComposites);
   if (is_opened(op, name)) return redispatch_below(op, keys, stack);
-  // Of a composite operator that is one call if nothing in it is cast: it reads for itself, as without autocast.
+  // A composite operator that is one call if nothing in it is cast: it reads the value itself, as without autocast.
   if (tried_ && tried_->hits == autocast_hits_ && is_value_reader(name)) {
     tried_->reader = name;
-    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
     return op.callBoxed(*stack);
   }
   if (name == "aten::lift_fresh") return record_lift_fresh(stack);
@@ -293,7 +292,7 @@ void Session::record_call(Call& call) {
   const auto mark = recorder.mark();
   const size_t hits = autocast_hits_;
   {
-    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
     const auto args = torch::jit::last(*call.stack, call.op.schema().arguments().size());
     Record& record = call.record;
     for (size_t i = 0; i < args.size(); ++i) {
@@ -333,12 +332,12 @@ void Session::record_call(Call& call) {
   if (call.unrecorded || autocast_hits_ != hits) return;
   // Otherwise it is the one call that the user wrote.
   recorder.drop_since(mark);
-  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
   recorder.finish(std::move(call.record), *call.stack, call.from_constants);
 }
 
 void Session::write_back(int attribute, const at::Tensor& value, const std::string& what) {
-  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
   const Attr& attr = recorder.attributes[static_cast<size_t>(attribute)];
   if (value.sizes() != attr.tensor.sizes() || value.scalar_type() != attr.tensor.scalar_type()) {
     recorder.refuse(
@@ -363,14 +362,14 @@ void capture_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
   if (Session* session = Session::current()) {
     session->record(op, keys, stack);
   } else {
-    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    c10::impl::ExcludeDispatchKeyGuard below(kCaptureKey);
     op.callBoxed(*stack);
   }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+TORCH_LIBRARY_IMPL(_, PLUMB_CAPTURE_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&capture_fallback>());
 }
 

@@ -12,34 +12,30 @@
 
 namespace plumb {
 
-// A mode key above autograd, autocast and the composite operators that nothing else uses: calls are seen as written.
-constexpr auto kCaptureKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
-
 class Session {
  public:
   Session(const CaptureRequest& request, Attempt& attempt);
   ~Session();
   Session(const Session&) = delete;
 
-  // The session of this thread, or null.
+  // Returns the session of this thread, or null.
   static Session* current();
 
-  // Flat inputs to call the model with: clones, floating ones requiring grad.
+  // Returns flat inputs to call the model with: clones, floating ones requiring grad.
   std::vector<c10::IValue> feed();
   // Sees every call between start() and stop().
   void start();
   void stop();
-  // Sees nothing from pause() to resume(). An attempt that skipped computation is given up: what happens meanwhile may
+  // Sees nothing from pause() to resume(). An attempt that skipped computation is given up, because code in between may
   // ask for values.
   void pause();
   void resume();
 
-  // One call of an operator, its arguments on top of the stack; leaves its results there.
+  // Records one call of an operator, its arguments on top of the stack; leaves its results there.
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
   // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned); `what` names it.
   void write_back(int attribute, const at::Tensor& value, const std::string& what);
-  // The program assigns `value` to `tensor.data`: recorded as a copy into the tensor's memory. Refuses an assignment
-  // that is no such copy.
+  // Records an assignment of `value` to `tensor.data` as a copy into the tensor's memory. Refuses any other assignment.
   void assign_data(const at::Tensor& tensor, const at::Tensor& value);
   // Refuses a forward that has given a tensor of the module other memory unseen.
   void refuse_other_memory();
@@ -80,14 +76,14 @@ class Session {
   Session* outer_ = nullptr;
 };
 
-// records -> GraphModule
+// Builds the GraphModule from the records.
 std::shared_ptr<GraphModule> build_graph(Session& session, const std::vector<c10::IValue>& outputs, TreeSpec out_spec,
                                          const CaptureOptions& options);
 
-// Refuses a forward that left hooks on the gradients of its tensors: nothing of them is seen while it runs.
+// Refuses a forward that left hooks on the gradients of its tensors: a capture cannot see them.
 void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& outputs);
 
-// Refuses graphs in which memory made by `empty` is read before any recorded write: somebody filled it by raw pointer.
+// Refuses graphs in which memory made by `empty` is read before any recorded write: it was filled by raw pointer.
 void refuse_unwritten_reads(const Graph& graph);
 
 }  // namespace plumb

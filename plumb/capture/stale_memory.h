@@ -11,11 +11,11 @@ namespace plumb {
 
 class StaleMemory {
  public:
-  // The memory that this tensor has now.
+  // Marks the tensor's present memory as stale.
   void add(const at::Tensor& tensor);
-  // In the program both have one memory, in a replay two: once one is written, the other is stale.
+  // Notes two tensors that share memory in the program but not in a replay: once one is written, the other is stale.
   void add_twins(const at::Tensor& a, const at::Tensor& b);
-  // Before this tensor's memory is written.
+  // Called before this tensor's memory is written.
   void before_write(const at::Tensor& tensor);
   bool contains(const at::Tensor& tensor) const;
 

@@ -17,16 +17,16 @@ class ValueTable {
  public:
   // Adds a value with dtype, sizes and gradient state of this tensor, which may be undefined. Returns its number.
   int add(const at::Tensor& tensor, RecordedValue::Origin origin);
-  // From now on this tensor object, and every tensor that shows the same memory in the same way, is this value.
+  // Binds this tensor object, and every tensor that shows the same memory in the same way, to this value.
   void bind(const at::Tensor& tensor, int value);
 
   struct Found {
     int value = -1;  // -1: unknown
     bool by_memory = false;
   };
-  // The value that this tensor is: by its object, else by storage, offset, sizes, strides and dtype.
+  // Finds the value that this tensor is: by its object, else by storage, offset, sizes, strides and dtype.
   Found find(const at::Tensor& tensor) const;
-  // The value of this tensor object, or -1.
+  // Finds the value of this tensor object, or -1.
   int find_object(const at::Tensor& tensor) const;
 
   // Marks the values bound to this tensor's storage as written: writing through a view can make its base require grad.
@@ -55,7 +55,7 @@ class ValueTable {
   using ObjectEntry = Entry<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>;
   using MemoryEntry = Entry<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
-  // The value, or the first living one in the chain of those before it; -1 if there is none.
+  // Returns the value, or the first living one in the chain of those before it; -1 if there is none.
   int living(int value, int RecordedValue::*before) const;
   static std::optional<Memory> memory_of(const at::Tensor& tensor);
 

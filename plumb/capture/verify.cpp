@@ -40,7 +40,7 @@ struct Result {
   at::Tensor tensor;
 };
 
-// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the state afterwards. `call`
+// Runs with these inputs and returns outputs, gradients of inputs and parameters, and the state afterwards. `call`
 // may name buffers that it holds in other tensors than the state's. `as_given`: inputs require a gradient as the
 // request's do; all of floating point otherwise.
 std::vector<Result> run_with_gradients(
@@ -103,8 +103,8 @@ std::vector<Result> run_with_gradients(
   return answer;
 }
 
-// The graph's text without what may differ although the program is the same: numbers of Python functions, and sizes
-// that depend on the data.
+// Returns the graph's text without what may differ although the program is the same: numbers of Python functions, and
+// sizes that depend on the data.
 std::string comparable(const Graph& graph) {
   std::istringstream lines(to_string(graph));
   std::string all;
@@ -121,7 +121,7 @@ std::string comparable(const Graph& graph) {
   return all;
 }
 
-// The first operator that the other graph does not have in its place, if it shows by its name or its results.
+// Returns the first operator that the other graph does not have in its place, if it shows by its name or its results.
 const Node* first_difference(const Graph& graph, const Graph& other) {
   const auto others = other.nodes();
   auto it = others.begin();

@@ -1,4 +1,4 @@
-// Holds a captured graph against a second capture on other input values, and its replay against eager.
+// Compares a captured graph with a second capture on other input values, and its replay with eager.
 #pragma once
 
 #include <functional>

@@ -31,7 +31,7 @@ struct Ran {
   std::vector<Tensor> outputs, input_grads, grads, buffers;
 };
 
-// Runs, goes backward through every output with fixed weights, and answers everything that can differ.
+// Runs the module and a backward of every output with fixed weights. Returns everything that can differ.
 Ran run_all(torch::nn::Module& module, const std::function<c10::IValue(const std::vector<Tensor>&)>& call,
             const std::vector<Tensor>& inputs) {
   Ran ran;

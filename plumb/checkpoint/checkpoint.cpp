@@ -27,7 +27,8 @@ std::string stored_name(const CheckpointContents& contents, const std::string& n
   return tie == contents.ties.end() ? name : tie->second;
 }
 
-// Of a tensor of the optimiser: "exp_avg/TIE" stands for the name that TIE is tied to.
+// Returns the name that a tensor of the optimizer is stored under: "exp_avg/TIE" becomes that of the name TIE is tied
+// to.
 std::string stored_optimizer_name(const CheckpointContents& contents, const std::string& name) {
   const size_t slash = name.find('/');
   if (contents.optimizer.count(name) || slash == name.npos) return name;
@@ -121,7 +122,7 @@ at::Tensor Checkpoint::read(const std::string& name) const {
 
 at::Tensor Checkpoint::read_optimizer(const std::string& name) const {
   const CheckpointTensor* tensor = find_optimizer(name);
-  if (!tensor) throw Error(ErrorKind::UnknownName, folder_ + ": holds no state of an optimiser '" + name + "'");
+  if (!tensor) throw Error(ErrorKind::UnknownName, folder_ + ": holds no state of an optimizer '" + name + "'");
   return read_checked(stored_optimizer_name(*contents_, name), *tensor);
 }
 

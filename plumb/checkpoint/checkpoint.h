@@ -34,15 +34,15 @@ struct CheckpointContents {
   std::map<std::string, std::string> ties;  // another name of a tensor: the name that it is stored under
 };
 
-// One thread at a time. Raises Error(BadFile) that names the file, the tensor and what is wrong, Error(UnknownName) for
-// a name that is not there.
+// An open checkpoint, for one thread at a time. Throws Error(BadFile) that names the file, the tensor and what is
+// wrong, Error(UnknownName) for a name that is not there.
 class Checkpoint {
  public:
-  // Checks checkpoint.json and the sizes of all files. Every tensor is held against its checksum when it is read.
+  // Checks checkpoint.json and the sizes of all files. Every tensor is compared with its checksum when it is read.
   static Checkpoint open(const std::string& folder);
-  // The newest one in a run's folder whose every byte is as it was written: reads them all. Nothing if there is none.
-  // `problems` gets a sentence for every newer one: which, and what is wrong with it. `refuse` returns why one that can
-  // be opened is not to be used, or "".
+  // Finds the newest one in a run's folder whose every byte is as it was written: reads them all. Returns nullopt if
+  // there is none. `problems` gets a sentence for every newer one: which, and what is wrong with it. `refuse` returns
+  // why one that can be opened is not to be used, or "".
   static std::optional<Checkpoint> newest(const std::string& run_folder, std::vector<std::string>* problems = nullptr,
                                           const std::function<std::string(const Checkpoint&)>& refuse = {});
 
@@ -53,16 +53,16 @@ class Checkpoint {
 
   std::vector<std::string> names() const;            // of the model, sorted; ties too
   std::vector<std::string> optimizer_names() const;  // as stored, sorted: "exp_avg/NAME"
-  // Null if there is none. A tie stands for the name it is tied to, also in "exp_avg/TIE".
+  // Returns null if there is none. A tie stands for the name it is tied to, also in "exp_avg/TIE".
   const CheckpointTensor* find(const std::string& name) const;
   const CheckpointTensor* find_optimizer(const std::string& name) const;
 
   at::Tensor read(const std::string& name) const;
   at::Tensor read_optimizer(const std::string& name) const;
-  // Reads into tensors that are there, one at a time. Raises Error(UnknownName) that lists the names that are missing,
-  // and Error(TensorMismatch) for another shape or dtype, before any is changed.
+  // Reads into existing tensors, one at a time. Throws Error(UnknownName) that lists the missing names, and
+  // Error(TensorMismatch) for another shape or dtype, before any is changed.
   void load(const NamedTensors& into) const;
-  // Reads everything, in pieces, and raises if a byte has changed.
+  // Reads everything, in pieces, and throws if a byte has changed.
   void verify() const;
   uint64_t bytes_read() const { return bytes_read_; }  // of tensors, by read(), read_optimizer() and load() so far
 

@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <thread>
 
-#include "plumb/checkpoint/checkpoints_for_test.h"
+#include "plumb/checkpoint/checkpoints_testing.h"
 #include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "tests/fuzz/mutate.h"
 #include "tests/message_of.h"
 

@@ -17,7 +17,7 @@ constexpr const char* kFormatName = "plumb checkpoint";
 constexpr int64_t kFormatVersion = 2;
 constexpr std::string_view kStep = "step-", kUnfinished = ".writing-";
 
-// The digits after "step-", and what follows them.
+// Returns the digits after "step-", and what follows them.
 std::optional<std::pair<int64_t, std::string_view>> step_and_rest(std::string_view name) {
   if (!name.starts_with(kStep)) return std::nullopt;
   name.remove_prefix(kStep.size());

@@ -35,7 +35,7 @@ std::map<std::string, CheckpointTensor> write_tensors(const std::string& folder,
                                                       bool unit_scaled = false) {
   std::map<std::string, CheckpointTensor> written;
   if (tensors.empty()) return written;
-  // As safetensors' own save_model says which names it left out.
+  // Names the tied tensors that are left out, as safetensors' own save_model does.
   std::map<std::string, std::string> metadata = ties;
   metadata["format"] = "pt";
   if (unit_scaled) metadata[kUnitScaledKey] = "plumb.transforms.fold makes them plain";
@@ -60,7 +60,7 @@ void add_part(std::map<std::string, CheckpointTensor>& all, std::map<std::string
   }
 }
 
-// The list of one rank, or nothing if it is not there yet.
+// Returns the list of one rank, or nothing if it is not there yet.
 std::optional<JsonDoc> read_rank_list(const std::string& folder, int rank) {
   const fs::path path = fs::path(folder) / rank_list(rank);
   std::error_code error;
@@ -162,7 +162,7 @@ void write_rank_problem(const std::string& folder, int rank, const std::string& 
     const std::string text = list.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     write_text(fs::path(folder) / rank_list(rank), text);
   } catch (const std::exception&) {
-    // Then rank 0 waits in vain, and says so.
+    // Rank 0 then waits until its limit, and reports that.
   }
 }
 
@@ -204,7 +204,7 @@ void give_up_folder(const std::string& folder) noexcept {
   std::error_code ignored;
   const std::string failed = folder + kGivenUp;
   fs::create_directory(failed, ignored);
-  // A full disk has room for no file that says so, but for another name.
+  // A full disk has no room for a file with the reason, but for another name.
   fs::rename(folder, failed, ignored);
   for (fs::directory_iterator it(failed, ignored), end; !ignored && it != end; it.increment(ignored))
     fs::remove(it->path(), ignored);

@@ -9,10 +9,10 @@
 #include <filesystem>
 #include <thread>
 
-#include "plumb/checkpoint/checkpoints_for_test.h"
+#include "plumb/checkpoint/checkpoints_testing.h"
 #include "plumb/checkpoint/optimizer_state.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "tests/message_of.h"
 
 namespace plumb {
@@ -73,7 +73,7 @@ TEST_F(Checkpoints, OfSeveralRanksAreOneModel) {
   EXPECT_TRUE(at::equal(c.read("head"), at::zeros({4})));
   EXPECT_TRUE(at::equal(c.read("x.2"), at::full({4}, 2)));
   EXPECT_TRUE(fs::exists(folder_ / "step-00000002/model-00002-of-00002.safetensors"));
-  // What other readers see.
+  // The names that other readers see.
   EXPECT_THAT(TensorFolder((folder_ / "step-00000002").string()).names(), ElementsAre("shared", "x.0", "x.2"));
 }
 

@@ -38,7 +38,7 @@ bool is_run_id(const std::string& id) {
          id.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_") == id.npos;
 }
 
-// A lock of the open file: gone with the process, however that ends. -1 where the file system knows none.
+// Locks the open file: the lock ends with the process, however that ends. Returns -1 if the file system has no locks.
 int lock_run(const std::string& folder) {
   const std::string path = (fs::path(folder) / kLockFile).string();
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
@@ -135,7 +135,7 @@ void CheckpointWriter::save(int64_t step, const CheckpointPart& part, const nloh
   try {
     once.model = copies(once.model);
     once.optimizer = copies(once.optimizer);
-  } catch (const std::exception& e) {  // no memory for them: the other ranks are told, the run goes on
+  } catch (const std::exception& e) {  // no memory for them: rank 0 gets the reason, the run goes on
     report.problem =
         c10::str(run_folder_, "/", checkpoint_name(step), ": rank ", rank_, " could not copy its part: ", reason_of(e));
     once = {};

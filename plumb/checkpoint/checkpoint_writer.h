@@ -1,9 +1,9 @@
 // Writes checkpoints (checkpoint.h) from all ranks of a run, in the background, each rank its part.
 //
 // Ranks send each other nothing: they share the folder. Every rank writes its tensors and then a small file that lists
-// them into `step-N.writing-RUN`; rank 0 waits for these, writes the indices and checkpoint.json, and renames the
-// folder. So a checkpoint is there whole or not at all, whoever is killed when. A save that fails changes nothing: the
-// run goes on, its next save is tried, and problem() says what went wrong.
+// them into `step-N.writing-RUN`. Rank 0 waits for these, writes the indices and checkpoint.json, and renames the
+// folder. So a checkpoint is there whole or not at all, no matter which process is killed when. A save that fails
+// changes nothing: the run goes on, its next save is tried, and problem() returns the error.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ struct CheckpointPart {
 };
 
 struct CheckpointOptions {
-  int keep_last = 2;       // so many of the newest are kept; 0: all
+  int keep_last = 2;       // number of the newest that are kept; 0: all
   int64_t keep_every = 0;  // those of steps that this divides are kept, too; 0: none
   bool background = true;  // save() copies and returns; else it returns when all is done
   double timeout = 300;    // seconds that a rank waits for the others
@@ -49,9 +49,9 @@ struct CheckpointReport {
 
 class CheckpointWriter {
  public:
-  // `run_folder` is made if it is not there. `run_id`: the same on all ranks of this start of the run, and of no other
-  // start: letters, digits, '-' and '_'. Rank 0 removes what dead runs have left unfinished, so all ranks make their
-  // writers before the first save. Raises Error(InvalidArgument), Error(CannotWrite), and on rank 0 Error(InvalidState)
+  // `run_folder` is made if it does not exist. `run_id`: the same on all ranks of this start of the run, and of no
+  // other start: letters, digits, '-' and '_'. Rank 0 removes unfinished files of dead runs, so all ranks make their
+  // writers before the first save. Throws Error(InvalidArgument), Error(CannotWrite), and on rank 0 Error(InvalidState)
   // if another run that is alive writes into the folder.
   CheckpointWriter(std::string run_folder, int rank, int world, std::string run_id, CheckpointOptions options = {});
   // Waits for the save that runs.
@@ -59,19 +59,19 @@ class CheckpointWriter {
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-  // Copies the tensors to memory of the host, and writes them from there. A save that still runs is waited for first.
-  // `state`: the trainer's own, that of rank 0 counts. All ranks call it with the same step; a checkpoint of this step
-  // that is there is replaced in one step, too. Raises Error(InvalidArgument) for a state that JSON cannot hold exactly
-  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold; errors of files and
-  // of other ranks are told by problem().
+  // Copies the tensors to memory of the host, and writes them from there, after waiting for a save that still runs.
+  // `state`: the trainer's own, that of rank 0 counts. All ranks call it with the same step; an existing checkpoint of
+  // this step is replaced in one step, too. Throws Error(InvalidArgument) for a state that JSON cannot hold exactly
+  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold; problem() returns errors
+  // of files and of other ranks.
   void save(int64_t step, const CheckpointPart& part, const nlohmann::json& state);
   // Waits until the last save is done on all ranks.
   void wait();
   // Ends waiting for other ranks: the save that runs fails. For runs that have lost a rank.
   void abandon() { abandoned_ = true; }
-  // The error of the last finished save, if it failed.
+  // Returns the error of the last finished save, if it failed.
   std::optional<std::string> problem();
-  // Reports of the saves that have finished since the last call.
+  // Returns the reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();
 
  private:

@@ -51,13 +51,13 @@ std::unique_ptr<torch::optim::OptimizerParamState> read_state(const std::string&
   const auto take = [&](const std::string& part) {
     const auto found = there.find(part);
     if (found == there.end())
-      throw Error(ErrorKind::UnknownName, place + ": holds no state of an optimiser '" + part + "/" + name + "'");
+      throw Error(ErrorKind::UnknownName, place + ": holds no state of an optimizer '" + part + "/" + name + "'");
     const at::Tensor stored = found->second;
     there.erase(found);
     return stored;
   };
   if constexpr (requires { state->step(); }) {
-    // Python's optimisers count in floating point.
+    // Python's optimizers count in floating point.
     state->step(take("step").to(at::kLong).template item<int64_t>());
   }
   visit_parts(*state, [&](const char* part, at::Tensor& tensor, bool always) {
@@ -70,8 +70,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> read_state(const std::string&
     tensor = stored.to(parameter.device());
   });
   if (!there.empty())
-    throw Error(ErrorKind::TensorMismatch, place + ": the state of '" + name + "' is that of another kind of optimiser",
-                "", "resume with the optimiser that the run was begun with");
+    throw Error(ErrorKind::TensorMismatch, place + ": the state of '" + name + "' is that of another kind of optimizer",
+                "", "resume with the optimizer that the run was begun with");
   return state;
 }
 
@@ -81,7 +81,7 @@ void by_kind(const Optimizer& optimizer, const Function& function) {
   if (dynamic_cast<const torch::optim::AdamW*>(&optimizer)) return function(torch::optim::AdamWParamState());
   if (dynamic_cast<const torch::optim::Adam*>(&optimizer)) return function(torch::optim::AdamParamState());
   if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return function(torch::optim::SGDParamState());
-  throw Error(ErrorKind::Unsupported, "checkpoints hold the state of Adam, AdamW and SGD, not of this optimiser");
+  throw Error(ErrorKind::Unsupported, "checkpoints hold the state of Adam, AdamW and SGD, not of this optimizer");
 }
 
 }  // namespace

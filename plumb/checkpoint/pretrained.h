@@ -29,32 +29,34 @@ struct Pretrained {
   std::map<std::string, std::string> names;  // of the program's tensors, to those of the folder; of tied ones each name
   std::vector<Conversion> conversions;
 
-  // Of {"folder", "files", "names", "conversions": [{"state", "stored", "graphs": index}], "graphs": [{"load",
-  // "save"}]}. The text may come from anywhere: raises Error(BadFile) that names the place.
+  // Parses {"folder", "files", "names", "conversions": [{"state", "stored", "graphs": index}], "graphs": [{"load",
+  // "save"}]}. The text is untrusted: throws Error(BadFile) that names the place.
   static Pretrained parse(const std::string& json);
 };
 
 // Throws Error(InvalidState) for weights of a unit-scaled model: they mean something else in the folder's own.
 void refuse_unit_scaled(const TensorFolder& folder);
 
-// A conversion's results, in the order of `to`. Raises Error(BadFile) if its graph does not fit the tensors.
+// Returns a conversion's results, in the order of `to`. Throws Error(BadFile) if its graph does not fit the tensors.
 std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std::string>& from,
                                        const std::vector<std::string>& to, const std::vector<at::Tensor>& tensors);
 
 // Gives values to those tensors of the state that have none (those on the meta device), on the CPU, in the program's
-// dtypes; reads these alone. A module without any is left as it is. Raises Error(UnknownName) for a tensor that the
-// folder does not have, (TensorMismatch) for one of another shape, (InvalidState) for unit-scaled weights on either
-// side, (BadFile).
+// dtypes; reads these alone. A module without any is left as it is. Throws Error(UnknownName) for a tensor that the
+// folder does not have, Error(TensorMismatch) for one of another shape, Error(InvalidState) for unit-scaled weights on
+// either side, Error(BadFile).
 void load_weights(GraphModule& module, const Pretrained& from, const TensorFolder& folder);
 
 // The parts of a program, a state each: its stages in order, then the whole, for what no stage uses. Every part may be
 // written by another process, but each knows the names and shapes of all.
 using StateParts = std::vector<const State*>;
 
-// Writes the tensors of one part into the folder `out`, which is made if it is not there: each tensor once, with the
-// first part that has it. Tensors without values are copied from the folder `source`. Raises Error(InvalidArgument) for
-// unit-scaled weights, which mean something else in a plain model, and for a conversion whose tensors are in several
-// parts; (InvalidState) for values that are nowhere; (CannotWrite).
+// Writes the tensors of one part into the folder `out`, which is made if it does not exist: each tensor once, with the
+// first part that has it. Tensors without values are copied from the folder `source`. Throws
+// - Error(InvalidArgument) for unit-scaled weights, which mean something else in a plain model, and for a conversion
+//   whose tensors are in several parts,
+// - Error(InvalidState) for values that are nowhere,
+// - Error(CannotWrite).
 void write_weights(const std::string& out, const StateParts& parts, size_t part, const Pretrained& as,
                    const std::string& source);
 // When all parts are written: the index, the files of `as` and, from the folder `source` ("": none), what belongs to
@@ -63,9 +65,9 @@ void write_weights(const std::string& out, const StateParts& parts, size_t part,
 void finish_weights_folder(const std::string& out, const StateParts& parts, const Pretrained& as,
                            const std::string& source);
 
-// Before work that takes long: makes the folder, and raises Error(CannotWrite) if it cannot be, or has something in it.
+// Makes the folder before work that takes long. Throws Error(CannotWrite) if that fails or something is in it.
 void check_new_folder(const std::string& out);
-// As well: raises what finish_weights_folder() would for the files of the folder `source`.
+// Throws what finish_weights_folder() would throw for the files of the folder `source`. For the same moment.
 void check_files_to_copy(const std::string& source);
 
 }  // namespace plumb

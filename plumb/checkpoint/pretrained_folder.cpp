@@ -72,7 +72,7 @@ std::vector<Share> shares(const StateParts& parts, const Pretrained& as) {
   return result;
 }
 
-// The file of a part among those that have something to write.
+// Returns the file of a part among those that have something to write.
 std::string shard_name(const std::vector<Share>& all, size_t part) {
   size_t place = 0, count = 0;
   for (size_t p = 0; p < all.size(); ++p) {

@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "plumb/checkpoint/folder_for_test.h"
+#include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/graph/parameter_tag.h"
 #include "tests/message_of.h"
 
@@ -57,7 +57,7 @@ class Folders : public FolderTest {
     e0_ = at::randn({3}), e1_ = at::randn({3});
     write_safetensors((folder_ / "in/model.safetensors").string(), {{"old.wte", wte_}, {"e.0", e0_}, {"e.1", e1_}});
   }
-  // A part of the program, without values.
+  // Returns a part of the program, without values.
   static std::shared_ptr<GraphModule> part(const std::vector<std::string>& names, at::ScalarType dtype = at::kFloat) {
     State state;
     const auto meta = [&](at::IntArrayRef sizes) {

@@ -35,7 +35,7 @@ std::string read_header(const std::string& path, const InputFile& file) {
   return text;
 }
 
-// As the format has them: dense, little-endian, in memory of the host.
+// Returns the tensor in the format's layout: dense, little-endian, in memory of the host.
 at::Tensor plain(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous(); }
 
 }  // namespace

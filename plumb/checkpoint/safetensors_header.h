@@ -20,7 +20,7 @@ struct SafetensorsHeader {
   std::map<std::string, std::string> metadata;
 };
 
-// Raises Error(InvalidArgument) or Error(Unsupported) for names and tensors that a file cannot hold. `place`: for
+// Throws Error(InvalidArgument) or Error(Unsupported) for names and tensors that a file cannot hold. `place`: for
 // messages, the file or folder they are for.
 void check_holdable(const std::string& place, const NamedTensors& tensors);
 
@@ -36,7 +36,7 @@ struct SafetensorsLayout {
 SafetensorsLayout safetensors_layout(const std::string& place, const NamedTensors& tensors,
                                      const std::map<std::string, std::string>& metadata = {});
 
-// Checks everything of a header that is followed by so many bytes. `file` is for messages. Raises Error(BadFile).
+// Checks everything of a header that `data_bytes` bytes follow. `file` is for messages. Throws Error(BadFile).
 SafetensorsHeader parse_safetensors_header(const std::string& file, std::string_view text, uint64_t data_bytes);
 
 }  // namespace plumb

@@ -5,9 +5,9 @@
 
 #include <filesystem>
 
-#include "plumb/checkpoint/folder_for_test.h"
+#include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "tests/fuzz/mutate.h"
 #include "tests/message_of.h"
 
@@ -23,7 +23,7 @@ using ::testing::HasSubstr;
 class Safetensors : public FolderTest {
  protected:
   std::string path(const std::string& name = "x.safetensors") const { return (folder_ / name).string(); }
-  // A file with this header and so many bytes after it.
+  // Returns a file with this header and so many bytes after it.
   std::string with_header(const std::string& header, size_t bytes) const {
     std::string text(8, '\0');
     for (int i = 0; i < 8; ++i) text[static_cast<size_t>(i)] = static_cast<char>(header.size() >> (8 * i));

@@ -12,7 +12,7 @@ namespace fs = std::filesystem;
 constexpr const char* kTensorFileEnding = ".safetensors";
 constexpr uint64_t kMostIndex = uint64_t{1} << 26;  // bytes
 
-// Of the index: which file holds which tensor. Names of files lead nowhere else.
+// Reads from the index which file holds which tensor. Names of files lead nowhere else.
 std::map<std::string, std::string> read_weight_map(const std::string& path) {
   const JsonDoc doc(path, read_file(path, kMostIndex), 64);
   std::map<std::string, std::string> files;

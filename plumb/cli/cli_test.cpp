@@ -1,5 +1,5 @@
 // Runs the real program on files that Python wrote.
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 

@@ -11,15 +11,14 @@ namespace plumb::cli {
 
 using AddCommand = void(CLI::App& app);
 AddCommand add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split, add_eval,
-    add_sample, add_completion, add_help;
+    add_sample, add_doctor, add_completion, add_help;
 
-// Throws UsageError with the command that was meant, as far as can be told.
+// Returns the command of this name. Throws UsageError with a suggestion if there is none.
 CLI::App& command_named(CLI::App& app, const std::string& name);
-// What is wrong with the first option that the command did not know, and the one that was meant; empty if there is
-// none.
+// Returns a sentence about the first option that the command did not know, with a suggestion; empty if there is none.
 std::string unknown_option(const CLI::App& command);
 
-// Ends the command with this code; what failed has been said.
+// Thrown to end the command with this code, after its error was printed.
 struct ExitCode {
   int code;
 };

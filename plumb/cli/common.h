@@ -28,13 +28,12 @@ struct Loaded {
 };
 bool is_pt2(const std::string& path);
 Loaded load(const std::string& path);
-// `.pt2` or text, as `loaded` was. Throws UsageError if the ending of `path` says otherwise.
+// Saves as `.pt2` or text, like the file that was loaded. Throws UsageError if the ending of `path` contradicts that.
 void save(const Loaded& loaded, const std::string& path);
 void check_same_kind(const Loaded& loaded, const std::string& path);
 // load() for commands that need tensors: throws UsageError for a text.
 Loaded load_with_tensors(const std::string& path);
-// For commands that need their values: an imported program gets them from --weights, or the folder it was imported
-// from.
+// load() for commands that need values: an imported program gets them from --weights, or the folder of the import.
 Loaded load_with_values(const std::string& path, const std::string& weights);
 void add_weights_option(CLI::App* sub, std::string& weights);
 
@@ -44,7 +43,7 @@ struct ModelOptions {
   std::vector<std::string> inputs;
 };
 void add_model_options(CLI::App* sub, ModelOptions& options);
-// The files that these options name.
+// Returns the files that these options name.
 std::vector<std::string> files_of(const ModelOptions& options);
 
 struct Model {
@@ -55,25 +54,25 @@ struct Model {
 // Throws UsageError for a graph's text, and naming the --input that is missing, too many, or does not fit.
 Model open_model(const ModelOptions& options, Progress& progress);
 
-// The option of a training's field, or FILE: what is given goes to `given` under the field's name.
+// Adds the option of a training's field, or FILE: its argument goes to `given` under the field's name.
 CLI::Option* add_field(CLI::App* sub, const TrainField& field, FieldTexts& given);
 
-// Beside and renamed; "" and "-" are stdout.
+// Writes a text beside `path` and renames the file; "" and "-" are stdout.
 void write_text(const std::string& text, const std::string& path);
 
-// The outputs' flat names: the keys of a dict, else the names of the values.
+// Returns the outputs' flat names: the keys of a dict, else the names of the values.
 std::vector<std::string> output_names(const GraphModule& module);
-// The scalar that a backward starts from: the output named "loss", else the sum of every floating-point output that has
-// a gradient.
+// Returns the scalar that a backward starts from: the output named "loss", else the sum of every floating-point output
+// that has a gradient.
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
 
-// Says on stderr where a result went; nothing for "" and "-".
+// Prints on stderr where a result went; nothing for "" and "-".
 void say_wrote(Progress& progress, const std::string& path);
 
-// How many columns a line of the terminal has that stdout is; none if it is no terminal.
+// Returns the columns of a line of the terminal that is stdout; nullopt if it is no terminal.
 std::optional<int> terminal_width();
 
-// The text of a table whose first row is the header; cells longer than 60 are cut.
+// Returns the text of a table whose first row is the header; cells longer than 60 are cut.
 std::string columns(std::vector<std::vector<std::string>> rows);
 
 // "40 s", "1 min 20 s", "3 h 5 min".

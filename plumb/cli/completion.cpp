@@ -19,7 +19,7 @@ struct Choice {
   bool takes_value = false, often = false;
 };
 
-// The first sentence, short enough for a line of a menu.
+// Returns the first sentence, short enough for a line of a menu.
 std::string first_sentence(const std::string& text) {
   constexpr size_t kLongest = 90;
   std::string out = text.substr(0, std::min(text.find(". "), text.find('\n')));
@@ -92,7 +92,7 @@ size_t distance(const std::string& a, const std::string& b) {
   return d[a.size()][b.size()];
 }
 
-// The name that was meant: one that the word is the start of, else the nearest in spelling; empty if none is near.
+// Returns the nearest name: one that the word is the start of, else the nearest in spelling; empty if none is near.
 std::string nearest_name(const std::string& word, const std::vector<std::string>& names) {
   std::string best;
   size_t least = word.size() / 3 + 2;

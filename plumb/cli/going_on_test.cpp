@@ -1,7 +1,7 @@
 // Runs that are stopped, lose ranks or are started again: none ends as another run, or as finished before it is.
 #include <tuple>
 
-#include "plumb/cli/training_command_for_test.h"
+#include "plumb/cli/training_command_testing.h"
 
 namespace {
 

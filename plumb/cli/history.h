@@ -1,4 +1,4 @@
-// plumb track --history: what a recorder wrote, as a page, a picture or a table. Shared with the page of one run.
+// plumb track --history: a recorder's history as a page, a picture or a table. Shared with the page of one run.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -22,16 +22,16 @@ struct HistoryOptions {
 // Sets the formats of roles and those asked for. UsageError names the option.
 void read_formats(HistoryView& view, const HistoryOptions& options);
 
-// The sentence before a layer_table() that has rows.
+// Returns the sentence before a layer_table() that has rows.
 std::string layers_conclusion(const Table& layers);
 
-// A page of everything there is to see.
+// Returns a page of everything there is to see.
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle);
 
-// A table's rows as JSON objects.
+// Returns a table's rows as JSON objects.
 nlohmann::ordered_json json_of(const Table& table);
 
-// Writes what the options ask for; without --html and --svg, or with -o or --json, what each format would do.
+// Writes what the options ask for; without --html and --svg, or with -o or --json, the effect of each format.
 void show_history(const HistoryOptions& options);
 
 }  // namespace plumb::cli

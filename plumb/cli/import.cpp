@@ -21,7 +21,8 @@
 namespace plumb::cli {
 namespace fs = std::filesystem;
 
-// What python -m plumb.hf does, but for the folder that it is called in: a downloaded one may hold a torch.py.
+// Does the same as python -m plumb.hf, but imports nothing from the current folder: a downloaded one may hold a
+// torch.py.
 constexpr const char* kReadFolder =
     "import sys; sys.path[:] = [p for p in sys.path if p]; from plumb.hf.__main__ import main; sys.exit(main())";
 

@@ -15,7 +15,7 @@ struct ImportOptions {
 };
 
 // Runs plumb.hf in Python, which writes the file: Python is $PLUMB_PYTHON (the installed command sets it), else
-// python3. Raises ExitCode after Python has said what is wrong, and Error(ExecutionFailed) if there is no Python.
+// python3. Throws ExitCode after Python has printed its error, and Error(ExecutionFailed) if there is no Python.
 void import_folder(const ImportOptions& options);
 
 // A file to be written under this name, in a folder of its own under the system's for temporary files. Both are gone
@@ -28,7 +28,7 @@ class TemporaryFile {
   TemporaryFile& operator=(const TemporaryFile&) = delete;
   const std::string& path() const { return path_; }
 
-  // Of the one that there is. Safe in a signal handler, before the process ends.
+  // Removes the existing one. Safe in a signal handler, before the process ends.
   static void remove() noexcept;
 
  private:

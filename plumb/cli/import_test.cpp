@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 
@@ -61,7 +61,7 @@ TEST_F(Importing, EveryCommandThatNeedsWeightsCanBeGivenThem) {
       "model = transformers.LlamaForCausalLM.from_pretrained('llama').eval()\n"
       "want = model(torch.load('ids.pt')).logits\n"
       "assert torch.equal(torch.load('y.pt')[0], want)\n");
-  // What is evaluated before the training is what it begins with.
+  // The model evaluated before the training is the one that the training starts from.
   const auto loss = Json::parse(plumb("eval given.pt2" + held).out)["loss"].get<double>();
   EXPECT_NEAR(loss, std::log(256), 0.5);
 }

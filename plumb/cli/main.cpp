@@ -41,7 +41,7 @@ extern "C" void on_signal(int signal, siginfo_t* info, void*) {
 }
 
 void handle_signals() {
-  // Of several processes only the one that the user started speaks.
+  // Only the process that the user started prints; the processes that it started do not.
   speaks = !plumb::started_by_plumb();
   struct sigaction action {};
   action.sa_sigaction = &on_signal;
@@ -76,7 +76,7 @@ int run(int argc, char** argv) {
       ->trigger_on_parse();
   using namespace plumb::cli;
   for (AddCommand* add : {add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split,
-                          add_eval, add_sample, add_completion, add_help})
+                          add_eval, add_sample, add_doctor, add_completion, add_help})
     add(app);
   if (argc > 1 && argv[1][0] != '-') command_named(app, argv[1]);
   try {
@@ -93,7 +93,7 @@ int run(int argc, char** argv) {
   return 0;
 }
 
-// What was printed may still be in buffers that cannot be written.
+// Printed text may still be in buffers that cannot be written.
 void flush_stdout() {
   std::cout.flush();
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return;

@@ -1,5 +1,5 @@
-// What options say, take and refuse.
-#include "plumb/cli/command_for_test.h"
+// Options: what they mean, take and refuse.
+#include "plumb/cli/command_testing.h"
 
 namespace {
 
@@ -103,7 +103,7 @@ TEST_F(Options, WrongUseNamesTheOptionAndTheFix) {
   EXPECT_FALSE(fs::exists(folder() / "q"));
 }
 
-// Names of options that --help of a command lists.
+// Returns names of options that --help of a command lists.
 std::set<std::string> options_of(const std::string& help) {
   std::set<std::string> out;
   std::stringstream lines(help);

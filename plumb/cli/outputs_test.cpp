@@ -1,8 +1,8 @@
-// What the program writes: whole, where it was told to, or a named error; never lost, never something else's end.
+// Files and output of the program: whole, in the given place, or a named error; never lost, never in another's place.
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 
@@ -55,7 +55,7 @@ TEST_F(Outputs, LeaveLinksThatLeadToNoFile) {
 
 TEST_F(Outputs, AreNotMixedWithWhatIsPrintedWhereStandardStreamsAreClosed) {
   const Ended run = shell(PLUMB_COMMAND " train lm.pt2 --data tokens.bin --steps 2 --save closed.pt2 <&- >&- 2>&-");
-  EXPECT_EQ(run.code, 1);  // nobody could be told
+  EXPECT_EQ(run.code, 1);  // there is nobody to print to
   EXPECT_EQ(plumb("show closed.pt2").code, 0);
   EXPECT_EQ(shell(PLUMB_COMMAND " scale lm.pt2 -o closed.pt2 2>&-").code, 0);
   EXPECT_EQ(plumb("show closed.pt2").code, 0);

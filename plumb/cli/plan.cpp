@@ -39,7 +39,7 @@ struct PlanArguments {
   bool measured() const { return costs.empty(); }  // in seconds and bytes, of a file
 };
 
-// What is planned for.
+// The model and its pipes by number of stages.
 struct Planned {
   Loaded loaded;
   std::map<int, std::shared_ptr<Pipe>> pipes;  // by number of stages
@@ -106,7 +106,7 @@ std::string memory_text(double value, bool bytes) {
   return value >= 1e9 ? short_number(value / 1073741824.0) + " GiB" : short_number(value / 1048576.0) + " MiB";
 }
 
-// What the table's columns say, in its order.
+// Explains the table's columns, in its order.
 constexpr const char* kColumns =
     "step: from its first action to its last, as drawn. bubble: the ranks' idle share of it, as plumb train "
     "--timeline\n"
@@ -246,7 +246,7 @@ std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choic
          seconds_text(other->simulation.cost(), o.measured()) + (other->fits ? "" : " and more memory than there is");
 }
 
-// Where nothing keeps the limit: what would. Fewest ranks are looked for among doubled ones.
+// Reports that no choice keeps the limit, and what would. The fewest ranks are searched among doubled ones.
 [[noreturn]] void refuse(const PlanArguments& o, const Planned& planned, const std::vector<ScheduleChoice>& choices) {
   const auto possible = [](const ScheduleChoice& c) { return c.problem.empty(); };
   if (!o.take.empty()) throw UsageError("--take " + o.take + ": cannot be had", "--take 1F1B");

@@ -1,5 +1,5 @@
 // plumb plan: the table, the time line and what is said where no schedule can be had.
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 

@@ -1,5 +1,4 @@
-// Progress of a command on stderr: a bar on a terminal; elsewhere a plain line for each part that took
-// long.
+// Progress of a command on stderr: a bar on a terminal; elsewhere a plain line for each part that took long.
 #pragma once
 
 #include <chrono>
@@ -18,11 +17,11 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // The last part is done, `what` begins ("reading model.pt2").
+  // Ends the last part and begins `what` ("reading model.pt2").
   void next(const std::string& what);
-  // A line of its own on stderr, the bar goes on below it.
+  // Prints a line of its own on stderr; the bar goes on below it.
   void say(const std::string& line);
-  // The last part is done, before results are printed.
+  // Ends the last part, before results are printed.
   void finish();
 
  private:

@@ -38,7 +38,7 @@ void sample(const SampleArguments& o) {
               << "\n";
     return;
   }
-  // Whole characters as they come; what is none of a text as \xHH.
+  // Prints whole characters as they come; bytes that are no text as \xHH.
   std::string waiting;
   const auto print = [&](bool end) {
     while (!waiting.empty()) {

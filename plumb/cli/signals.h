@@ -1,4 +1,4 @@
-// Signals while something is to be saved.
+// Handles signals while something is to be saved.
 #pragma once
 
 namespace plumb::cli {
@@ -12,23 +12,25 @@ class KeptSignal {
   KeptSignal(const KeptSignal&) = delete;
 
   int taken() const;  // 0: none
-  // A signal that only this process got, for its processes: a terminal's goes to all of them. Answered once.
+  // Returns a signal that only this process got and its child processes need; 0 for a terminal's, which goes to all of
+  // them. Returned once.
   int to_pass_on() const;
 };
 
-// Another process has said that it saved something.
+// Notes that another process has saved something.
 void note_saved() noexcept;
-// This is a training whose weights no option saves: tables and the like that it writes are not what it learned.
+// Notes that no option saves this training's weights: tables and the like that it writes are not what it learned.
 void note_nothing_to_save() noexcept;
-// By this process or another. Safe in a signal handler.
+// Returns whether this process or another saved anything. Safe in a signal handler.
 bool anything_saved() noexcept;
-// The end of a sentence about a command that did not end well: "" or ", nothing was saved". Safe in a signal handler.
+// Returns the end of a sentence about a failed command: "" or ", nothing was saved". Safe in a signal handler.
 const char* what_was_saved() noexcept;
 
-// As the shell expects it of who was interrupted.
+// Ends the process by this signal, as the shell expects of an interrupted program.
 [[noreturn]] void end_by_signal(int signal);
 
-// For the handler: whether the signal was kept. Of a second one from the same side, launcher or any other, it is not.
+// Called by the handler. Returns whether the signal was kept; false for the second from the same side, launcher or
+// other.
 bool take_signal(int signal, bool from_a_process, bool from_launcher) noexcept;
 
 }  // namespace plumb::cli

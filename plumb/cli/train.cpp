@@ -25,8 +25,7 @@
 namespace plumb::cli {
 namespace {
 
-// Prints events: JSON lines, a bar on a terminal, or plain lines. A rank prints all of them, for its launcher to
-// choose.
+// Prints events: JSON lines, a bar on a terminal, or plain lines. A rank prints all, for its launcher to choose.
 class Printer {
  public:
   explicit Printer(const TrainOptions& o)
@@ -42,74 +41,79 @@ class Printer {
   }
   void say(std::ostream& out, const std::string& line) {
     end_bar();
+    const bool could_write = out.good();
     out << line << std::endl;
+    if (could_write && !out.good() && &out == &std::cout && !started_by_plumb())
+      std::cerr << "plumb: standard output cannot be written: nobody reads it any more, or its disk is full; the "
+                   "training goes on, and will save"
+                << std::endl;
   }
 
-  void operator()(const nlohmann::json& event) {
-    const auto has = [&](const char* key) { return event.contains(key); };
-    const auto text = [&](const char* key) {
-      return event[key].is_string() ? event[key].get<std::string>() : event[key].dump();
-    };
-    // JSON has no NaN: what other ranks tell comes as null.
-    const auto value = [&](const char* key) {
-      return event[key].is_number() ? event[key].get<double>() : std::nan("");
-    };
-    if (has("saved") || has("checkpoint")) note_saved();
-    const char* problem = nullptr;
-    for (const char* key : {"checkpoint_problem", "problem", "why"}) problem = has(key) ? key : problem;
+  void operator()(const TrainEvent& event) {
+    if (std::holds_alternative<event::Saved>(event) || std::holds_alternative<event::CheckpointWritten>(event))
+      note_saved();
+    const std::string* problem = problem_of(event);
     if (quiet_ && problem == nullptr) return;
-    if (json_) return say(std::cout, event.dump());
-    if (problem != nullptr) return say(std::cerr, "plumb: " + text(problem));
-    if (has("options")) {
-      if (print_options_) std::cerr << text("options");
-    } else if (has("group")) {
-      // A comment of TOML: what is printed before the first step can be kept as a file for --config.
-      say(std::cerr, "# group " + text("group") + ": " + join(event["parameters"].get<std::vector<std::string>>()));
-    } else if (has("eval")) {
-      const double loss = value("eval_loss");
-      say(std::cout, "evaluation after step " + text("eval") + ": loss " + number(loss) + ", perplexity " +
-                         short_number(std::exp(loss)) + ", " + text("eval_targets") + " targets");
-    } else if (has("dumped")) {
-      say(std::cout, "dumped the step to " + text("dumped"));
-    } else if (has("resumed")) {
-      const bool done = has("steps") && event["resumed"] == event["steps"];
-      say(std::cout, done ? "all " + text("steps") + " steps were done before, in " + text("folder") +
-                                ": nothing is trained (more --steps go on, --no-resume begins anew)"
-                          : "goes on after step " + text("resumed") + " from " + text("folder"));
-    } else if (has("checkpoint")) {
-      say(std::cout, "wrote " + text("folder"));
-    } else if (has("interrupted")) {
-      say(std::cout, "interrupted: step " + text("interrupted") + "/" + text("steps") + " was the last");
-    } else if (has("saved")) {
-      say(std::cout, "saved " + text("saved"));
-    } else if (has("drew")) {
-      say(std::cout, "drew " + text("drew") + "  bubble " + percent(event["bubble"]) + "\n" + text("conclusion"));
-    } else if (has("learning_rates")) {
-      say(std::cout, "# learning rates: " + text("learning_rates"));
-    } else if (has("step")) {
-      const std::string tail = "  loss " + number(value("loss")) + "  norm " + short_number(value("norm")) + "  lr " +
-                               short_number(value("lr")) + speed(event);
-      const int64_t step = event["step"];
-      if (!bar_ && step % every_ != 0 && step != event["steps"].get<int64_t>()) return;
-      if (!bar_) return say(std::cout, "step " + text("step") + "/" + text("steps") + tail);
-      std::cout << "\r" << bar_text(event["step"], event["steps"]) << tail << "\x1b[K" << std::flush;
-      open_ = true;
-    }
+    if (json_) return say(std::cout, to_json(event).dump());
+    if (problem != nullptr) return say(std::cerr, "plumb: " + *problem);
+    std::visit([this](const auto& e) { show(e); }, event);
   }
 
  private:
-  // "  0.12 s a step, 17000 tokens/s, 0.4 GB, 1 min 20 s left": of the steps after the first, which also makes what
-  // later ones find made.
-  std::string speed(const nlohmann::json& event) {
-    const int step = event["step"], steps = event["steps"];
-    const double seconds = event["seconds"], memory = event["memory"];
-    if (first_step_ == 0 || step <= last_step_) first_step_ = step, first_seconds_ = seconds;  // a new start
-    last_step_ = step;
-    const double each = step == first_step_ ? seconds : (seconds - first_seconds_) / (step - first_step_);
+  // Returns null for an event that is no problem.
+  static const std::string* problem_of(const TrainEvent& event) {
+    if (const auto* e = std::get_if<event::CheckpointProblem>(&event)) return &e->problem;
+    if (const auto* e = std::get_if<event::LogProblem>(&event)) return &e->problem;
+    if (const auto* e = std::get_if<event::Restarted>(&event)) return &e->why;
+    return nullptr;
+  }
+
+  void show(const event::Started& e) {
+    if (print_options_) std::cerr << e.options;
+  }
+  // A comment of TOML: what is printed before the first step can be kept as a file for --config.
+  void show(const event::Group& e) { say(std::cerr, "# group " + e.group + ": " + join(e.parameters)); }
+  void show(const event::OwnRates& e) { say(std::cout, "# learning rates: " + e.why); }
+  void show(const event::Resumed& e) {
+    say(std::cout, e.steps == e.step ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
+                                                ": nothing is trained (more --steps go on, --no-resume begins anew)")
+                                     : c10::str("goes on after step ", e.step, " from ", e.folder));
+  }
+  void show(const event::Stepped& e) {
+    const std::string tail =
+        "  loss " + number(e.loss) + "  norm " + short_number(e.norm) + "  lr " + short_number(e.lr) + speed(e);
+    if (!bar_ && e.step % every_ != 0 && e.step != e.steps) return;
+    if (!bar_) return say(std::cout, c10::str("step ", e.step, "/", e.steps, tail));
+    std::cout << "\r" << bar_text(static_cast<int>(e.step), static_cast<int>(e.steps)) << tail << "\x1b[K"
+              << std::flush;
+    open_ = true;
+  }
+  void show(const event::Evaluated& e) {
+    say(std::cout, c10::str("evaluation after step ", e.step, ": loss ", number(e.loss), ", perplexity ",
+                            short_number(std::exp(e.loss)), ", ", e.targets, " targets"));
+  }
+  void show(const event::CheckpointWritten& e) { say(std::cout, "wrote " + e.folder); }
+  void show(const event::Interrupted& e) {
+    say(std::cout, c10::str("interrupted: step ", e.step, "/", e.steps, " was the last"));
+  }
+  void show(const event::Saved& e) { say(std::cout, "saved " + e.path); }
+  void show(const event::Dumped& e) { say(std::cout, "dumped the step to " + e.folder); }
+  void show(const event::Drew& e) {
+    say(std::cout, "drew " + e.path + "  bubble " + percent(e.bubble) + "\n" + e.conclusion);
+  }
+  void show(const auto&) {}  // for --json only
+
+  // Returns "  0.12 s a step, 17000 tokens/s, 0.4 GB, 1 min 20 s left". The first step is left out of the mean: it also
+  // makes what later steps find made.
+  std::string speed(const event::Stepped& e) {
+    if (first_step_ == 0 || e.step <= last_step_) first_step_ = e.step, first_seconds_ = e.seconds;  // a new start
+    last_step_ = e.step;
+    const auto steps = static_cast<double>(e.step - first_step_);
+    const double each = steps == 0 ? e.seconds : (e.seconds - first_seconds_) / steps;
     std::string text = "  " + short_number(each) + " s a step";
-    if (event.contains("tokens")) text += ", " + rate_text(event["tokens"].get<double>() / each) + " tokens/s";
-    if (memory > 0) text += ", " + short_number(memory / 1e9) + " GB";
-    if (step < steps) text += ", " + duration_text(each * (steps - step)) + " left";
+    if (e.tokens) text += ", " + rate_text(static_cast<double>(*e.tokens) / each) + " tokens/s";
+    if (e.memory > 0) text += ", " + short_number(e.memory / 1e9) + " GB";
+    if (e.step < e.steps) text += ", " + duration_text(each * static_cast<double>(e.steps - e.step)) + " left";
     return text;
   }
 
@@ -123,10 +127,10 @@ class Printer {
   const int64_t every_;
   bool open_ = false;
   double first_seconds_ = 0;
-  int first_step_ = 0, last_step_ = 0;
+  int64_t first_step_ = 0, last_step_ = 0;
 };
 
-// This process's own arguments.
+// Returns this process's own arguments.
 std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   std::vector<std::string> arguments;
@@ -135,15 +139,12 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-// Exit code of a training that SIGTERM or SIGUSR1 ended after a checkpoint: run it again to go on (EX_TEMPFAIL of
-// sysexits.h).
+// Exit code of a training that SIGTERM or SIGUSR1 ended after a checkpoint: run it again (EX_TEMPFAIL of sysexits.h).
 constexpr int kGoesOnLater = 75;
 
 bool goes_on_later(const TrainOptions& o, int signal) {
   return (signal == SIGTERM || signal == SIGUSR1) && !o.checkpoints.empty();
 }
-
-bool saves_weights(const TrainOptions& o) { return !o.save.empty() || !o.save_hf.empty() || !o.checkpoints.empty(); }
 
 int end_interrupted(const TrainOptions& o, int signal) {
   if (goes_on_later(o, signal) && anything_saved()) return kGoesOnLater;
@@ -168,12 +169,12 @@ int launch(const TrainOptions& o) {
   launch.arguments = own_arguments();
   if (!o.json) launch.arguments.push_back("--json");
   launch.on_line = [&](int rank, bool is_stderr, const std::string& line) {
-    auto event = is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false);
-    if (event.contains("options")) event["options"] = to_toml(o);  // the user's, without --json
-    if (event.contains("interrupted")) interrupted_by = event.value("signal", 0);
-    if (event.contains("resumed")) interrupted_by = 0;
-    if (event.is_object()) {
-      print(event);
+    auto event = event_from_json(is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false));
+    if (event) {
+      if (auto* e = std::get_if<event::Started>(&*event)) e->options = to_toml(o);  // the user's, without --json
+      if (const auto* e = std::get_if<event::Interrupted>(&*event)) interrupted_by = e->signal;
+      if (std::holds_alternative<event::Resumed>(*event)) interrupted_by = 0;
+      print(*event);
     } else {
       std::cerr << (rank < 0 ? "[spare] " : c10::str("[rank ", rank, "] ")) << line << std::endl;
     }
@@ -185,10 +186,9 @@ int launch(const TrainOptions& o) {
   launch.patience_with_stopped = launch.patience_with_silent = std::chrono::seconds(o.patience);
   int64_t lost = 0;
   launch.on_lost = [&](int rank, const ProcessEnd& end, const std::string& instead) {
-    print({{"restart", ++lost},
-           {"of", o.max_restarts},
-           {"rank", rank},
-           {"why", c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")}});
+    ++lost;
+    print(event::Restarted{lost, o.max_restarts, rank,
+                           c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")});
   };
   if (o.recut) launch.fewer = [&](int left) { return fewer_processes(o, left); };
   const LaunchResult result = launch_local(launch);
@@ -234,7 +234,7 @@ int train_here(const TrainOptions& o) {
   if (!o.json && !o.quiet) hooks.progress = std::ref(steps);
   // Long enough for a busy host: the launcher's store is there or will never be.
   const auto members = Membership::from_environment(std::chrono::seconds(std::max<int64_t>(o.patience, 5)));
-  const bool stoppable = saves_weights(o);
+  const bool stoppable = o.saves_weights();
   if (stoppable) hooks.stop_signal = [&] { return signal->taken(); };
   const auto keep_signals = [&] {
     progress.finish();
@@ -279,8 +279,9 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
-  // Whoever reads what is printed may go (`| head`): the weights are not lost with it.
-  ::signal(SIGPIPE, SIG_IGN);
+  // The reader of what is printed may go (`| head`): the weights are not lost with it. Where there is nothing to lose
+  // the signal ends the training, as it ends other commands.
+  if (o.saves_weights()) ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;
   if (o.dry_run && alone) return dry_run(o);
@@ -289,7 +290,7 @@ int train_command(const TrainOptions& o) {
                               " processes on this machine, ", kMostHere, " at most"),
                      "fewer, or torchrun or srun over several machines");
   }
-  if (!saves_weights(o)) {
+  if (!o.saves_weights()) {
     note_nothing_to_save();
     if (!started_by_plumb() && (alone || environment->rank == 0))
       std::cerr << "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints" << std::endl;
@@ -297,7 +298,7 @@ int train_command(const TrainOptions& o) {
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)
-    return train_here(options_for(o, environment->world_size));  // so many another launcher has
+    return train_here(options_for(o, environment->world_size));  // as many as the other launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
     Progress progress(2, o.json || o.quiet);

@@ -1,7 +1,7 @@
-// Trainings of the command: options from files, layouts, what is told.
+// Trainings of the command: options from files, layouts, printed lines.
 #include <cmath>
 
-#include "plumb/cli/training_command_for_test.h"
+#include "plumb/cli/training_command_testing.h"
 
 namespace {
 
@@ -233,7 +233,7 @@ TEST_F(Checkpoints, WrongWaysToLoseARankAreNamed) {
   wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 0 at 0F7 of step 1'", "rank 0 has no action 0F7");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 1 at 0F0 of step 1'", "there are 1 ranks");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill all'", "is no fault");
-  // What another process would meet, too, is not tried again.
+  // A failure that another process would meet, too, is not tried again.
   const Ended nan = plumb(
       "train lm.pt2 --data tokens.bin --steps 50 --optimizer sgd --lr 1e30 --threads 1 --stages 2 "
       "--max-restarts 3 --json");

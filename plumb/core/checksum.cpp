@@ -20,7 +20,7 @@ uint64_t u64(const unsigned char* p) {
 // By a polynomial over as many bits as T has, all mirrored: the highest bit is the coefficient of 1.
 template <class T, T Polynomial>
 struct Crc {
-  // A remainder times x.
+  // Returns a remainder times x.
   static constexpr T times_x(T c) { return (c & 1) ? Polynomial ^ (c >> 1) : c >> 1; }
 
   // Eight tables: eight bytes a step.
@@ -41,7 +41,7 @@ struct Crc {
     return made;
   }
 
-  // The remainder after `size` more bytes.
+  // Returns the remainder after `size` more bytes.
   static T by_tables(const unsigned char* p, uint64_t size, T c) {
     const Tables& t = tables();
     for (; size >= 8; size -= 8, p += 8) {
@@ -61,7 +61,7 @@ struct Crc {
     return static_cast<long long>(factor);
   }
 
-  // What moves 16 bytes so many bits further on. The first eight of them are 64 bits further from the end; the product
+  // Factors that move 16 bytes by that many bits. The first eight bytes are 64 bits further from the end; the product
   // of two numbers with mirrored bits is one x too many.
   struct Move {
     long long first_half, second_half;

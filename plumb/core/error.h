@@ -37,7 +37,7 @@ enum class ErrorKind {
 // "InvalidArgument", "BadFile", ...
 std::string_view to_string(ErrorKind kind);
 
-// Every error plumb raises. what() reads "<message>\n  at: <where>\n  try: <remedy>", parts left out when empty.
+// Every error that plumb throws. what() reads "<message>\n  at: <where>\n  try: <remedy>", parts left out when empty.
 class Error : public std::runtime_error {
  public:
   // message: one sentence that names the node, parameter or file it is about.
@@ -45,7 +45,7 @@ class Error : public std::runtime_error {
   // remedy:  what to do about it.
   Error(ErrorKind kind, std::string message, std::string where = "", std::string remedy = "");
 
-  // The text of what().
+  // Returns the text of what().
   static std::string text(const std::string& message, const std::string& where, const std::string& remedy);
 
   ErrorKind kind() const noexcept { return kind_; }

@@ -16,7 +16,7 @@ namespace plumb {
 
 InputFile::InputFile(std::string path) : path_(std::move(path)) {
   if (path_.find('\0') != path_.npos) fail("a file's name has no zero byte");
-  // Without waiting: opening a FIFO would otherwise last until somebody writes to it.
+  // Without waiting: opening a FIFO would otherwise last until a process writes to it.
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat info {};
   if (descriptor_ < 0 || ::fstat(descriptor_, &info) != 0) {

@@ -1,4 +1,4 @@
-// JSON from files and peers that nobody vouches for.
+// JSON from untrusted files and peers.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -6,10 +6,10 @@
 
 namespace plumb {
 
-// How deep lists and objects of a text are nested. Brackets in strings do not count.
+// Returns the depth of nested lists and objects in a text. Brackets in strings do not count.
 int json_depth(std::string_view text);
 
-// The document of a text. Time and memory are at most a constant (of about 50 bytes a byte) times its length; whoever
+// Parses a JSON document. Time and memory are at most a constant (about 50 bytes a byte) times its length; code that
 // walks the document may recurse. Throws Error(BadFile) if the text is no JSON or nested deeper than `max_depth`.
 nlohmann::json parse_json(std::string_view text, int max_depth = 64);
 

@@ -1,4 +1,4 @@
-// The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ inline std::uint64_t mix_bits(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Two numbers as one that depends on every bit of both.
+// Returns one number that depends on every bit of both.
 inline std::uint64_t mix_seeds(std::uint64_t a, std::uint64_t b) { return mix_bits(a * 0x9E3779B97F4A7C15u + b); }
 
 }  // namespace plumb

@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What a signal handler may look at: one open file a slot. More files at once than slots are left out.
+// Names of open files for the signal handler, one a slot. Files beyond the number of slots are left out.
 constexpr int kSlots = 16;
 std::atomic<const char*> open_files[kSlots];
 std::atomic<bool> written = false;
@@ -34,7 +34,7 @@ int take_slot(const char* path) {
 
 std::string name_of(int file) { return "/proc/self/fd/" + std::to_string(file); }
 
-// Where links lead, also to what is not there yet.
+// Follows links, also to a file that does not exist yet.
 fs::path target_of(fs::path path) {
   std::error_code error;
   for (int links = 0; links < 40 && fs::is_symlink(path, error); ++links) {
@@ -45,8 +45,8 @@ fs::path target_of(fs::path path) {
   return path;
 }
 
-// A name beside the target that no other file has: process numbers repeat (in containers every first process is 1), and
-// folders are shared. Not made of the file's name, which may be as long as names can be.
+// Returns a name beside the target that no other file has: process numbers repeat (in containers every first process is
+// 1), and folders are shared. Not made of the file's name, which may be as long as names can be.
 std::string random_name(const fs::path& folder) {
   uint64_t number = 0;
   if (::getentropy(&number, sizeof number) != 0) number = std::random_device()();
@@ -65,8 +65,8 @@ std::string make_named(const fs::path& folder, const Make& make) {
   return name;
 }
 
-// A file without a name, so that a process that is killed leaves nothing. Null where the file system has no such files
-// or where it could not be given a name later.
+// Returns a file without a name, so that a process that is killed leaves nothing. Null where the file system has no
+// such files or where it could not be given a name later.
 std::FILE* unnamed_file(const fs::path& folder) {
   const int file = ::open(folder.empty() ? "." : folder.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
   if (file < 0) return nullptr;

@@ -12,7 +12,7 @@ namespace plumb {
 // The file has no name while it is written (where the file system knows such files; else one beside `path`, and it is
 // removed if commit() is not reached). commit() names it `path`. A symbolic link stays, and its target is replaced; one
 // that leads back to itself is an error. A device, a FIFO or another file that is not regular is written to directly,
-// from the first write on. Raises Error(CannotWrite) that names the path and the system's reason.
+// from the first write on. Throws Error(CannotWrite) that names the path and the system's reason.
 class OutputFile {
  public:
   explicit OutputFile(std::string path);
@@ -20,8 +20,8 @@ class OutputFile {
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
 
-  // Answers `size` even where nothing could be written, and does not throw: the zip writer of torch ends the process
-  // where its own end cannot be written. check() and commit() say what went wrong.
+  // Returns `size` even if nothing could be written, and does not throw: torch's zip writer ends the process if writing
+  // its end fails. check() and commit() throw the error.
   size_t write(const void* data, size_t size) noexcept;
   void check() const;
   void commit();
@@ -35,13 +35,13 @@ class OutputFile {
   int error_ = 0, slot_ = -1;
 };
 
-// An OutputFile of these bytes: readers see the old file or the new one, never half of it, and a failed write leaves
-// the old file as it was and nothing beside it. Folders that do not exist yet are made.
+// Writes these bytes through an OutputFile: readers see the old file or the new one, never half of it. A failed write
+// leaves the old file as it was and nothing beside it. Folders that do not exist yet are made.
 void write_file_atomically(const std::filesystem::path& path, std::string_view contents);
 
 // Removes the files of this process that were not committed yet. Safe in a signal handler, before the process ends.
 void remove_temporary_files() noexcept;
-// Whether a file of this process was committed. Safe in a signal handler.
+// Returns whether a file of this process was committed. Safe in a signal handler.
 bool was_any_file_written() noexcept;
 
 }  // namespace plumb

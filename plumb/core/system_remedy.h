@@ -1,4 +1,4 @@
-// What to do about an error of the system.
+// Remedies for errors of the operating system.
 #pragma once
 
 #include <cerrno>
@@ -6,7 +6,7 @@
 
 namespace plumb {
 
-// For what has nothing to do with the path or port at work; `otherwise` for the rest. `reason`: an errno.
+// Returns the remedy for a reason that has nothing to do with the path or port, else `otherwise`. `reason`: an errno.
 inline std::string system_remedy(int reason, const std::string& otherwise) {
   switch (reason) {
     case EMFILE: return "close files, or raise the limit of open ones (ulimit -n)";

@@ -24,9 +24,9 @@ struct Table {
 // and other control characters in cells are shown as blanks.
 std::string to_text(const Table& table);
 
-// "0.0312", "1.5e+06": for cells. `digits` are significant ones.
+// Returns a text for cells: "0.0312", "1.5e+06". `digits` are significant ones.
 std::string short_number(double value, int digits = 4);
-// A share as "12.5%".
+// Returns a share as "12.5%".
 std::string percent(double share, int digits = 1);
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// Text that may come from anywhere.
+// Untrusted text.
 #pragma once
 
 #include <string>
@@ -6,16 +6,16 @@
 
 namespace plumb {
 
-// Bytes of the UTF-8 character at the front of a text that is not empty, 0 if there is none (RFC 3629).
+// Returns the length of the UTF-8 character at the front of a text that is not empty, 0 if there is none (RFC 3629).
 size_t utf8_length(std::string_view text);
 bool is_utf8(std::string_view text);
 
-// The text for a terminal, a log or Python: control characters but line ends and tabs, and bytes that are no UTF-8, as
-// \xHH.
+// Returns the text for a terminal, a log or Python: control characters but line ends and tabs, and bytes that are no
+// UTF-8, as \xHH.
 std::string printable(std::string_view text);
 
-// Whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the text for
-// each star.
+// Returns whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the
+// text for each star.
 bool matches_pattern(std::string_view pattern, std::string_view text);
 
 }  // namespace plumb

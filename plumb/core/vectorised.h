@@ -1,4 +1,4 @@
-// PLUMB_VECTORISED before a function: its loops are vectorised, which -O2 of GCC does not do where their length is
+// PLUMB_VECTORISED before a function: its loops are vectorized, which -O2 of GCC does not do where their length is
 // unknown. The meaning of arithmetic stays the same.
 #pragma once
 

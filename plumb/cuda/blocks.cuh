@@ -48,8 +48,7 @@ struct BlocksArguments {
   Scaler<float> scaler;  // its unit is set here
 };
 
-// One block: values [begin, begin + count) of the tensor, from `in`, where they may go back to. Writes codes and
-// values.
+// One block: values [begin, begin + count) of the tensor, from `in`, where they may also go. Writes codes and values.
 template <class C, int kSize, bool kDivide, Way kWay, bool kSimple, class In, class Out, class Code>
 inline uint8_t round_block(const BlocksArguments& a, const Scaler<float>& scaler, int64_t begin, int count,
                            const In& in, const Out& out, const Code& code) {
@@ -71,7 +70,7 @@ inline uint8_t round_block(const BlocksArguments& a, const Scaler<float>& scaler
 }
 
 // kDivide: scales are no powers of two. kWhole: rows are whole numbers of blocks. Then a tile of as many blocks as
-// there are threads goes through shared memory, so that neighbouring threads read and write neighbouring values.
+// there are threads goes through shared memory, so that neighboring threads read and write neighboring values.
 template <class C, int kSize, bool kDivide, bool kWhole, Way kWay, bool kSimple>
 inline void round_blocks(const BlocksArguments& a) {
   constexpr int kTile = kThreads * kSize, kRow = kSize + 1;  // a word more than a block: threads use different banks

@@ -15,7 +15,7 @@ namespace plumb::cuda {
 
 namespace fs = std::filesystem;
 
-// Of nvrtc.h; a result of zero is success.
+// Functions of nvrtc.h; a result of zero is success.
 struct Compiler::Functions {
   using Program = void*;
   int (*version)(int*, int*);

@@ -16,10 +16,10 @@ class Compiler {
   // "13.5"
   const std::string& version() const { return version_; }
   const std::string& path() const { return path_; }
-  // Whether it knows an architecture ("sm_90a": its number decides).
+  // Returns whether it knows an architecture ("sm_90a": its number decides).
   bool knows(const std::string& architecture) const;
 
-  // A binary for `architecture`. Throws Error(ExecutionFailed) with the compiler's own words.
+  // Returns a binary for `architecture`. Throws Error(ExecutionFailed) with the compiler's own words.
   std::vector<char> compile(const std::string& text, const std::string& architecture) const;
 
   // Options that decide the binary, beside text and version.

@@ -32,7 +32,7 @@ struct Prefix {
   uint64_t key_bytes, binary_bytes, binary_hash;
 };
 
-// Ours, and nobody else may write there.
+// Owned by this user, and writable by no other.
 bool is_private(const std::string& path, mode_t kind) {
   struct stat found {};
   return lstat(path.c_str(), &found) == 0 && (found.st_mode & S_IFMT) == kind && found.st_uid == geteuid() &&

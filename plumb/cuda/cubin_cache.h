@@ -23,7 +23,7 @@ class CubinCache {
   std::optional<std::vector<char>> read(std::string_view key) const;
   void write(std::string_view key, const std::vector<char>& binary) const;
 
-  // The file of an entry.
+  // Returns the file of an entry.
   std::string file(std::string_view key) const;
 
  private:

@@ -1,6 +1,6 @@
-// What a kernel's text needs of the machine that it runs on: a GPU, or a host that runs its threads one after the other
-// (tests do). Between barriers a kernel is a phase, whose body every thread of the block runs; nothing but shared
-// memory lives from one phase to the next.
+// The machine that a kernel's text runs on: a GPU, or a host that runs its threads one after the other (tests do).
+// Between barriers a kernel is a phase, whose body every thread of the block runs; nothing but shared memory lives from
+// one phase to the next.
 #pragma once
 
 #include "plumb/numerics/element.h"
@@ -53,7 +53,7 @@ inline float narrow_to(float, float value) { return value; }
 inline Half narrow_to(Half, float value) { return narrow_one(Half{}, value); }
 inline BHalf narrow_to(BHalf, float value) { return narrow_one(BHalf{}, value); }
 
-// N neighbours, moved by one instruction where they are 16 bytes.
+// N neighbors, moved by one instruction where they are 16 bytes.
 template <class C, int N>
 struct alignas(N * sizeof(C)) Pack {
   C v[N];

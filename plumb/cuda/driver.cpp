@@ -7,7 +7,7 @@
 namespace plumb::cuda {
 namespace {
 
-// Of cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+// Attributes of cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 constexpr int kMajor = 75, kMinor = 76;
 
 void* opened(const char* name, int flags) {
@@ -32,6 +32,7 @@ Driver::Driver() {
   find_in_driver(library, "cuGetErrorString", error_);
   find_in_driver(library, "cuDeviceGet", device_);
   find_in_driver(library, "cuDeviceGetAttribute", attribute_);
+  find_in_driver(library, "cuDriverGetVersion", version_);
   find_in_driver(library, "cuCtxGetCurrent", current_);
   find_in_driver(library, "cuDevicePrimaryCtxRetain", retain_);
   find_in_driver(library, "cuCtxSetCurrent", set_current_);
@@ -70,6 +71,12 @@ std::string Driver::architecture(int index) const {
   check(attribute_(&major, kMajor, device), "cuDeviceGetAttribute");
   check(attribute_(&minor, kMinor, device), "cuDeviceGetAttribute");
   return "sm_" + std::to_string(10 * major + minor);
+}
+
+std::string Driver::version() const {
+  int version = 0;
+  check(version_(&version), "cuDriverGetVersion");
+  return std::to_string(version);
 }
 
 void* Driver::current_stream(int index) const {

@@ -1,5 +1,4 @@
-// The few functions of CUDA's driver that start a kernel, opened at run time (libcuda.so.1 comes with the GPU's
-// driver).
+// The few functions of CUDA's driver that start a kernel, opened at run time (libcuda.so.1, of the GPU's driver).
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,11 @@ class Driver {
   // "sm_90", of device `index`.
   std::string architecture(int index) const;
 
-  // A function of a binary, for device `index`; it stays loaded. Throws Error(ExecutionFailed) with the driver's
-  // reason.
+  // Returns "13000": the newest CUDA that it serves.
+  std::string version() const;
+
+  // Returns a function of a binary, for device `index`; it stays loaded. Throws Error(ExecutionFailed) with the
+  // driver's reason.
   void* load(int index, const std::vector<char>& binary, const char* name) const;
 
   // Torch's current stream on device `index`, as the driver has it. Through the C interface that torch keeps for
@@ -30,7 +32,7 @@ class Driver {
  private:
   Driver();
   void check(int result, const std::string& what) const;
-  // Torch has made the device's context; a thread that has not used the device yet has none current.
+  // Makes the device's context, which torch has made, current: a thread that has not used the device yet has none.
   void use(int index) const;
 
   int32_t (*stream_)(int32_t, void**);
@@ -38,6 +40,7 @@ class Driver {
   int (*error_)(int, const char**);
   int (*device_)(int*, int);
   int (*attribute_)(int*, int, int);
+  int (*version_)(int*);
   int (*current_)(void**);
   int (*retain_)(void**, int);
   int (*set_current_)(void*);

@@ -1,4 +1,4 @@
-// What dropout multiplies with: a value or nothing, by chance.
+// Factors of dropout: a value or zero, by chance.
 #pragma once
 
 #include "plumb/cuda/device.cuh"

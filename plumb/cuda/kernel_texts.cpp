@@ -29,7 +29,7 @@ std::string kernel_text(const char* header, const std::string& parameters, const
          "(" + parameters + ") {\n  " + call + ";\n}\n";
 }
 
-// An instance of a template of `header` that takes its arguments as one struct.
+// Returns an instance of a template of `header` that takes its arguments as one struct.
 std::string kernel_of(const char* header, const char* arguments, const char* name,
                       const std::vector<std::string>& instance) {
   return kernel_text(header, std::string("const __grid_constant__ ") + arguments + " a",
@@ -82,16 +82,6 @@ std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block,
   return kernel_of("blocks.cuh", "BlocksArguments", "round_blocks",
                    {type_name(carrier), std::to_string(block.size), bool_name(!block.power_of_two),
                     bool_name(length % block.size == 0), way_names(rounding)});
-}
-
-std::string softmax_text(kernel::Carrier carrier, int pack, bool gradient) {
-  return kernel_of("rows.cuh", "SoftmaxArguments", gradient ? "softmax_gradient" : "softmax",
-                   {type_name(carrier), std::to_string(pack)});
-}
-
-std::string rms_norm_text(kernel::Carrier carrier, kernel::Carrier weight, int pack, bool gradient) {
-  return kernel_of("rows.cuh", "RmsNormArguments", gradient ? "rms_norm_gradient" : "rms_norm",
-                   {type_name(carrier), type_name(weight), std::to_string(pack)});
 }
 
 }  // namespace plumb::cuda

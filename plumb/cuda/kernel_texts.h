@@ -9,7 +9,7 @@ namespace plumb::cuda {
 
 struct PassKernel {
   kernel::Carrier carrier = kernel::kFloat32;
-  int pack = 1;  // neighbours moved together
+  int pack = 1;  // neighbors moved together
   kernel::RoundingSpec rounding{};
   bool writes = true;
   const kernel::CodeSpec* codes = nullptr;
@@ -24,14 +24,10 @@ std::string largest_text(kernel::Carrier carrier, int pack);
 std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block, int64_t length,
                         const kernel::RoundingSpec& rounding);
 
-// rows.cuh; `weight`: the type of the norm's weight.
-std::string softmax_text(kernel::Carrier carrier, int pack, bool gradient);
-std::string rms_norm_text(kernel::Carrier carrier, kernel::Carrier weight, int pack, bool gradient);
-
 // "Half", as element.h has it.
 const char* type_name(kernel::Carrier carrier);
 
-// A placeholder for the codes of kernels that write none.
+// Returns a placeholder for the codes of kernels that write none.
 kernel::CodeSpec no_codes();
 
 }  // namespace plumb::cuda

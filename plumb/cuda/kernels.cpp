@@ -4,10 +4,12 @@
 
 #include "plumb/cuda/blocks.cuh"
 #include "plumb/cuda/dropout.cuh"
+#include "plumb/cuda/kernel_checks.h"
 #include "plumb/cuda/kernel_texts.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/launch.h"
 #include "plumb/cuda/pass.cuh"
+#include "plumb/cuda/self_check.h"
 #include "plumb/numerics/carrier.h"
 
 namespace plumb::cuda {
@@ -42,6 +44,8 @@ struct Gathering {
   }
 };
 
+bool is_aligned(int pack) { return pack > 1; }
+
 bool pass(const PassTask& task) {
   const Tensor& x = task.x;
   const bool before = task.before.defined() || task.metrics.defined(), after = task.after.defined();
@@ -53,9 +57,12 @@ bool pass(const PassTask& task) {
   kernel.codes = task.codes;
   kernel.before = before, kernel.after = after;
   kernel.histogram = task.histogram && (before || after);
-  void* const run = loaded(x.device(), text_of(kernel));
+  const std::string text = text_of(kernel);
+  void* const run = loaded(x.device(), text);
   void* const finish = before || after ? loaded(x.device(), finish_text()) : run;
   if (!run || !finish) return false;
+  if (!is_right(x.device(), text, [&] { return check_pass(numerics_kernels(), task, is_aligned(kernel.pack)); }))
+    return false;
   const int64_t n = x.numel(), blocks = blocks_for(cuda_kernel::quads_in<1>(n) / kernel.pack);
   const Gathering gather_before(before, x, blocks, task.histogram), gather_after(after, x, blocks, task.histogram);
   cuda_kernel::PassArguments arguments{x.const_data_ptr(),
@@ -76,8 +83,12 @@ bool pass(const PassTask& task) {
 
 bool decode(const Tensor& codes, const Tensor& values, const std::array<float, 256>& table) {
   const int pack = pack_of(values, {&codes, &values});
-  void* const run = loaded(values.device(), decode_text(carrier_of(values.scalar_type(), "decode"), pack));
-  if (!run) return false;
+  const std::string text = decode_text(carrier_of(values.scalar_type(), "decode"), pack);
+  void* const run = loaded(values.device(), text);
+  if (!run || !is_right(values.device(), text, [&] {
+        return check_decode(numerics_kernels(), values, table, is_aligned(pack));
+      }))
+    return false;
   cuda_kernel::DecodeArguments arguments{
       static_cast<const uint8_t*>(codes.const_data_ptr()), data_of(values), values.numel(), {}};
   std::copy(table.begin(), table.end(), arguments.values);
@@ -91,9 +102,12 @@ bool round_blocks(const BlocksTask& task) {
   const int64_t n = x.numel(), length = x.dim() == 0 ? 1 : x.size(-1);
   const int pack = pack_of(x, {&x});
   const bool divides = !task.block.power_of_two;
-  void* const run = loaded(x.device(), blocks_text(carrier, task.block, length, task.rounding));
+  const std::string text = blocks_text(carrier, task.block, length, task.rounding);
+  void* const run = loaded(x.device(), text);
   void* const find_largest = divides ? loaded(x.device(), largest_text(carrier, pack)) : run;
   if (!run || !find_largest) return false;
+  if (!is_right(x.device(), text, [&] { return check_round_blocks(numerics_kernels(), task, is_aligned(pack)); }))
+    return false;
   const int64_t in_row = (length + task.block.size - 1) / task.block.size;
   Tensor most;
   if (divides) {
@@ -121,8 +135,11 @@ bool round_blocks(const BlocksTask& task) {
 
 bool keep(const Tensor& values, double value, uint32_t last, uint64_t seed) {
   const int pack = pack_of(values, {&values});
-  void* const run = loaded(values.device(), keep_text(carrier_of(values.scalar_type(), "dropout"), pack));
-  if (!run) return false;
+  const std::string text = keep_text(carrier_of(values.scalar_type(), "dropout"), pack);
+  void* const run = loaded(values.device(), text);
+  if (!run ||
+      !is_right(values.device(), text, [&] { return check_keep(numerics_kernels(), values, is_aligned(pack)); }))
+    return false;
   cuda_kernel::KeepArguments arguments{data_of(values), values.numel(), seed, float(value), last};
   start(values.device(), run, blocks_for(cuda_kernel::quads_in<1>(values.numel()) / pack), {&arguments});
   return true;

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "plumb/cuda/emulate_for_test.h"
+#include "plumb/cuda/emulator_testing.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/blocks.h"
@@ -12,16 +12,16 @@
 #include "plumb/numerics/element.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/numerics/values_for_test.h"
+#include "plumb/numerics/values_testing.h"
 #include "plumb/pointwise/pointwise.h"
 
 namespace plumb::cuda {
 namespace {
 
 using at::Tensor;
-using values_for_test::all_16_bit_values;
-using values_for_test::float_grid;
-using values_for_test::same_bits;
+using values_testing::all_16_bit_values;
+using values_testing::float_grid;
+using values_testing::same_bits;
 
 // CPU tensors take the CUDA kernels, run by the emulator, while one lives.
 class CudaKernels : public ::testing::Test {
@@ -37,7 +37,7 @@ std::vector<Tensor> rounding_values() {
 
 TEST_F(CudaKernels, RoundEveryValueToTheBitsOfTheCpu) {
   std::vector<FPFormat> formats;
-  for (const char* text : values_for_test::kFormats) {
+  for (const char* text : values_testing::kFormats) {
     formats.push_back(FPFormat::parse(text));
     if (formats.back().mantissa_bits < 23) {
       formats.push_back(formats.back().with_rounding(Rounding::Stochastic));
@@ -196,7 +196,7 @@ TEST_F(CudaKernels, RoundAndMeasureInOnePass) {
   EXPECT_EQ(emulator.declined, 0);
 }
 
-// What torch was warned of.
+// Warnings of torch.
 struct Warnings : c10::WarningHandler {
   std::vector<std::string> texts;
   void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }

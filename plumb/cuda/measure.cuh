@@ -1,4 +1,4 @@
-// What metrics gather of values, by threads: moments in double, shifted by a thread's first value so that a large mean
+// Sums of metrics, by threads: moments in double, shifted by a thread's first value so that a large mean
 // costs no digits; merged by halves in a fixed order.
 #pragma once
 
@@ -7,7 +7,7 @@
 namespace plumb::cuda_kernel {
 namespace {
 
-// Partial without initialisers, which shared memory may not have, and without its histogram.
+// Partial without initializers, which shared memory may not have, and without its histogram.
 struct Gathered {
   double count, mean, m2, sum_abs, abs_max, abs_min;
   int64_t nans, positive_infinities, negative_infinities, zeros;
@@ -66,7 +66,7 @@ struct Sums {
   }
 };
 
-// A block's exponents, in copies so that neighbouring threads seldom meet: values cluster in few bins.
+// A block's exponents, in copies so that neighboring threads seldom meet: values cluster in few bins.
 constexpr int kCopies = 8;
 inline void count_exponent(uint32_t* counts, int t, float value) {
   add_atomically(counts + (to_bits(value) >> 23 & 0xff) * kCopies + t % kCopies, 1u);

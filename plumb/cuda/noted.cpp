@@ -5,7 +5,6 @@
 #include "plumb/core/error.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/launch.h"
-#include "plumb/cuda/rows.h"
 
 namespace plumb::cuda {
 namespace {
@@ -16,10 +15,8 @@ class Noting : public Machine {
     use_machine(this);
     register_device_kernels(kind, &numerics_kernels());
     pointwise_parts::register_pointwise_kernels(kind, &pointwise_kernels());
-    use_rows_on(kind);
   }
   ~Noting() override {
-    use_rows_on(at::kCUDA);
     pointwise_parts::register_pointwise_kernels(kind_, nullptr);
     register_device_kernels(kind_, nullptr);
     use_machine(nullptr);

@@ -9,8 +9,8 @@
 
 namespace plumb::cuda {
 
-// The texts of the kernels that operators would run on CUDA tensors, of what `call` does with tensors of `kind`, which
-// is not CUDA. torch's operators do the work. One call at a time.
+// Returns the texts of the kernels that operators would run on CUDA tensors, of what `call` does with tensors of
+// `kind`, which is not CUDA. torch's operators do the work. One call at a time.
 std::vector<std::string> noted_kernels(c10::DeviceType kind, const std::function<void()>& call);
 
 }  // namespace plumb::cuda

@@ -1,4 +1,4 @@
-// In place of <cstdint> where NVRTC compiles: it has no library, and lacks a few of g++'s builtins.
+// Replaces <cstdint> for NVRTC, which has no library and lacks a few of g++'s builtins.
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;

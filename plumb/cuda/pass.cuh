@@ -20,7 +20,7 @@ struct PassArguments {
   uint64_t *counts_before, *counts_after;
 };
 
-// C: the values' type; N: neighbours that are moved together, 1 where memory is not aligned for more.
+// C: the values' type; N: neighbors that are moved together, 1 where memory is not aligned for more.
 template <class C, int N, Way kWay, bool kSimple, Output kOutput, bool kBefore, bool kAfter, bool kHistogram>
 inline void pass(const PassArguments& a) {
   constexpr bool kCodesOut = kOutput == kCodes || kOutput == kFiniteCodes;

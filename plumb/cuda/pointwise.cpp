@@ -1,9 +1,11 @@
 // Pointwise programs on CUDA tensors (plumb/pointwise/parts.h).
 #include "plumb/cuda/pointwise.cuh"
 
+#include "plumb/cuda/kernel_checks.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/launch.h"
 #include "plumb/cuda/pointwise_text.h"
+#include "plumb/cuda/self_check.h"
 #include "plumb/numerics/carrier.h"
 
 namespace plumb::cuda {
@@ -12,10 +14,11 @@ namespace {
 using at::Tensor;
 using pointwise_parts::Tensors;
 
-bool run(const std::string& text, const Tensors& in, const Tensors& out, int pack) {
+bool run(const std::string& text, const Tensors& in, const Tensors& out, int pack,
+         const std::function<std::string()>& check) {
   const Tensor& like = out[0];
   void* const kernel = loaded(like.device(), text);
-  if (!kernel) return false;
+  if (!kernel || !is_right(like.device(), text, check)) return false;
   cuda_kernel::PointwiseArguments arguments{};
   arguments.n = like.numel();
   for (size_t i = 0; i < in.size(); ++i) arguments.in[i] = in[i].const_data_ptr();
@@ -48,7 +51,8 @@ bool pointwise_forward(const PointwiseProgram& program, at::TensorList inputs, c
   }
   if (!fits(in, out)) return false;
   const int pack = pack_for(in, out);
-  return run(forward_text(program, keep, carrier_of(result.scalar_type(), "pointwise"), pack), in, out, pack);
+  return run(forward_text(program, keep, carrier_of(result.scalar_type(), "pointwise"), pack), in, out, pack,
+             [&] { return check_pointwise_forward(pointwise_kernels(), program, result, kept, pack > 1); });
 }
 
 bool pointwise_backward(const PointwiseProgram& program, const PointwiseNeeds& needs, const Tensor& gradient,
@@ -67,7 +71,9 @@ bool pointwise_backward(const PointwiseProgram& program, const PointwiseNeeds& n
   if (!fits(in, out)) return false;
   const int pack = pack_for(in, out);
   return run(backward_text(program, needs, wanted, carrier_of(gradient.scalar_type(), "pointwise"), pack), in, out,
-             pack);
+             pack, [&] {
+               return check_pointwise_backward(pointwise_kernels(), program, needs, gradient, results, pack > 1);
+             });
 }
 
 constexpr pointwise_parts::PointwiseKernels kPointwise{pointwise_forward, pointwise_backward};

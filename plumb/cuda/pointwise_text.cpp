@@ -88,7 +88,7 @@ class KernelWriter {
     define("y" + std::to_string(i), call + ")");
   }
 
-  // The gradient of a step's argument, as step_gradient() of the pointwise room has it; g is the result's.
+  // Returns the gradient of a step's argument, as step_gradient() of the pointwise room has it; g is the result's.
   std::string gradient(size_t i, int side, const std::string& g) {
     const PointwiseStep& step = program_.steps[i];
     const std::string y = "y" + std::to_string(i), a = argument(step.a), b = argument(step.b);

@@ -50,7 +50,7 @@ Json GraphWriter::argument(const Node& node, const Arg& arg, const c10::Argument
   return constant(node, arg.constant(), &schema);
 }
 
-// A list with values in it: of tensors, optional tensors, or sizes and integers.
+// Returns a list with values in it: of tensors, optional tensors, or sizes and integers.
 Json GraphWriter::list(const Node& node, const Arg::List& items) const {
   bool none = false;
   ValueType type = ValueType::Other;
@@ -133,7 +133,7 @@ Json GraphWriter::constant(const Node& node, const c10::IValue& v, const c10::Ar
   refuse(node, "a constant of kind " + v.tagKind());
 }
 
-// The expression of a size or number: as the file that it came from had it, or worked out from the nodes that make it.
+// Returns the expression of a size or number: as in the file that it came from, or worked out from its nodes.
 SymExpr GraphWriter::expression(const Value* value) {
   if (auto known = expressions_.find(value); known != expressions_.end()) return known->second;
   std::optional<SymExpr> e;
@@ -168,7 +168,7 @@ SymExpr GraphWriter::expression(const Value* value) {
     if (b && call->first == "plumb::sym_sub.int") b = SymExpr::call("Mul", {SymExpr::integer(-1), *b});
     if (a && b) e = SymExpr::call(call->second, {*a, *b});
   }
-  // A size that only running tells: a symbol of its own.
+  // A size that is known only in a run: a symbol of its own.
   if (!e) {
     const bool input = node.kind() == NodeKind::Placeholder;
     e = SymExpr::symbol((input ? "s9" : "u9") + std::to_string(1000 + fresh_symbols_++));

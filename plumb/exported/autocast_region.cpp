@@ -8,7 +8,7 @@
 namespace plumb::pt2 {
 namespace {
 
-// The dtype of the first tensor among a node's results.
+// Returns the dtype of the first tensor among a node's results.
 std::optional<at::ScalarType> result_dtype(NodeReader& reader, const JsonDoc& doc, const Json& node,
                                            const Json& graph) {
   for (const Json& out : doc.array(doc.at(node, "outputs"))) {
@@ -27,8 +27,7 @@ std::optional<at::ScalarType> result_dtype(NodeReader& reader, const JsonDoc& do
 
 // An operator that autocast knows runs in one floating dtype, and the file states which: the result's. To the lower
 // precision, to float32 and to the widest of the inputs are all "cast every floating input to that dtype" (float64
-// stays, as in torch). An operator that autocast does not know runs as it is, unless it calls others inside that it
-// does know.
+// stays, as in torch). An operator that autocast does not know runs as it is, unless it calls one that it knows.
 void NodeReader::add_casts(const Json& node, const Json& graph, const c10::OperatorHandle& op, std::vector<Arg>& args,
                            const Region& region) {
   const auto& autocast = *region.autocast;

@@ -51,8 +51,7 @@ struct ExportedProgram {
   // tensors are called there. Parameters without values, on the meta device, come from there. May be empty.
   std::string pretrained;
   // Its tagged parameters (plumb/graph/parameter_tag.h) are those of a model that was written with unit-scaled layers,
-  // so they fit into that model. Else a transform made them, and a plain model cannot take them (Python's load_pt2
-  // marks them).
+  // so they fit into that model. Else a transform made them, and a plain model cannot take them (load_pt2 marks them).
   bool unit_scaled_layers = false;
   int64_t schema_major = 8, schema_minor = 0;
 };
@@ -63,14 +62,13 @@ struct LoadOptions {
   uint64_t max_inflated_bytes = 0;   // bound for compressed archives; 0: 64 MiB and 64 times the file
 };
 
-// Throws Error (BadFile) naming file, place and remedy: files that are damaged, inconsistent, of another schema
-// than 8.x, or that use operators nobody registered, custom objects, effect tokens, or control flow (torch.cond and its
-// like).
+// Throws Error(BadFile) naming file, place and remedy: files that are damaged, inconsistent, of another schema than
+// 8.x, or that use unregistered operators, custom objects, effect tokens, or control flow (torch.cond and its like).
 ExportedProgram load_pt2(const std::string& path, const LoadOptions& options = {});
 
-// Writes beside `path` and renames, so that a reader never sees half a file. Python opens it with torch.export.load,
-// after `import plumb` if the graph has plumb's operators. A GraphModule need not have come from a file. Throws Error
-// (InvalidArgument) naming a node that a file cannot hold, (BadFile) if the file cannot be written.
+// Writes a program beside `path` and renames the file, so that a reader never sees half of one. Python opens it with
+// torch.export.load, after `import plumb` if the graph has plumb's operators. A GraphModule need not come from a file.
+// Throws Error(InvalidArgument) naming a node that no file can hold, Error(BadFile) if the file cannot be written.
 void save_pt2(const ExportedProgram& program, const std::string& path);
 void save_pt2(const GraphModule& module, const std::string& path);
 

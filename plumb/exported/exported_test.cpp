@@ -6,7 +6,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/graph/parameter_tag.h"
 #include "tests/message_of.h"
 
@@ -164,6 +164,25 @@ TEST(Exported, KeepsTagsOfParameters) {
   size_t tagged = 0;
   for (const Attr& attr : state) tagged += parameter_data(attr.tensor).has_value();
   EXPECT_EQ(tagged, 3u);
+}
+
+TEST(Exported, AFileKeepsTheModeThatItsForwardReads) {
+  ExportedProgram program = load_pt2(programs() / "linear.pt2");
+  program.module->eval();
+  program.module->train();  // nothing in it depends on the mode
+  const std::string path = programs() / "linear.mode.pt2";
+  for (const bool training : {true, false}) {
+    program.module->set_made_in_training(training);
+    program.module->set_mode_read_at("model.py:3");
+    save_pt2(program, path);
+    const auto module = load_pt2(path).module;
+    EXPECT_EQ(module->is_training(), training);
+    module->train(training);
+    const Error error = error_of([&] { module->train(!training); });
+    EXPECT_EQ(error.kind(), ErrorKind::InvalidState);
+    EXPECT_THAT(error.what(), ::testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
+    EXPECT_EQ(error_of([&] { module->deep_copy()->train(!training); }).kind(), ErrorKind::InvalidState) << "a copy, too";
+  }
 }
 
 TEST(Exported, KeepsModulePathsAndSourceLines) {

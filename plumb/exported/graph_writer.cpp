@@ -10,7 +10,7 @@
 namespace plumb::pt2 {
 namespace {
 
-// Names that Python code made of the graph could not use for a variable: keywords, and what that code itself refers to.
+// Returns whether Python code made of the graph can use the name: no keyword, and nothing that this code refers to.
 bool usable_in_python(const std::string& name) {
   static const std::unordered_set<std::string> reserved = {
       "False",    "None",      "True",   "and",  "as",      "assert",   "async",   "await",  "break", "class",

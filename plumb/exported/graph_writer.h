@@ -21,7 +21,7 @@ class GraphWriter {
   // `graph` has no CallModule nodes (see inline_nested).
   GraphWriter(const Graph& graph, const State& state, const ExportedProgram& program);
 
-  // {"graph": ..., "signature": ...}; throws Error (InvalidArgument) naming the node a file cannot hold.
+  // Returns {"graph": ..., "signature": ...}. Throws Error(InvalidArgument) naming the node that a file cannot hold.
   Json write();
   // After write(): what the archive stores, and the ranges of symbols.
   const std::vector<ToStore>& weights() const { return weights_; }

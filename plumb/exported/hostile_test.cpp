@@ -6,7 +6,7 @@
 #include "plumb/core/checksum.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
@@ -34,7 +34,7 @@ struct Archive {
     }
     throw std::runtime_error("no entry " + ending);
   }
-  // The model's JSON, changed by `edit`.
+  // Returns the model's JSON, changed by `edit`.
   template <typename Edit>
   Archive& model(Edit&& edit) {
     Json j = Json::parse(entry("models/model.json"));
@@ -90,6 +90,23 @@ TEST(HostileFiles, TagsOfParametersAreChecked) {
     std::string top = archive.entries[0].first;
     top = top.substr(0, top.find('/') + 1);
     archive.entries.emplace_back(top + "extra/plumb_parameter_tags.json", tags);
+    EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr(says));
+  }
+}
+
+TEST(HostileFiles, TheRecordOfTheTrainingModeIsChecked) {
+  const std::string line(8193, 'x');
+  for (const auto& [mode, says] : std::initializer_list<std::pair<std::string, std::string>>{
+           {R"({"training": 1, "read_at": "model.py:3"})", "true or false"},
+           {R"({"training": true, "read_at": 3})", "a string was expected"},
+           {R"({"training": true})", "read_at"},
+           {R"({"training": true, "read_at": ")" + line + "\"}", "8193 bytes"},
+           {"[]", "an object was expected"},
+           {"{", "plumb_training_mode.json"}}) {
+    Archive archive("linear");
+    std::string top = archive.entries[0].first;
+    top = top.substr(0, top.find('/') + 1);
+    archive.entries.emplace_back(top + "extra/plumb_training_mode.json", mode);
     EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr(says));
   }
 }

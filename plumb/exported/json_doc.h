@@ -33,11 +33,11 @@ class JsonDoc {
   double number(const Json& j) const;  // also "Infinity", "-Infinity", "NaN"
   std::vector<int64_t> integers(const Json& j) const;
   std::vector<std::string> strings(const Json& j) const;
-  // The one member of a tagged union that is set: {"as_int": 3}.
+  // Returns the one member of a tagged union that is set: {"as_int": 3}.
   std::pair<const std::string&, const Json&> tagged(const Json& j) const;
 
   [[noreturn]] void fail(const Json& element, const std::string& what, const std::string& remedy = "") const;
-  // The path to an element, found by searching: only for messages.
+  // Returns the path to an element, found by searching: only for messages.
   std::string path_of(const Json& element) const;
 
  private:
@@ -46,7 +46,7 @@ class JsonDoc {
   Json root_;
 };
 
-// A number that JSON can hold: itself, or "Infinity", "-Infinity", "NaN" as torch.export writes them.
+// Returns a number that JSON can hold: itself, or "Infinity", "-Infinity", "NaN" as torch.export writes them.
 Json json_number(double value);
 
 }  // namespace plumb

@@ -18,7 +18,7 @@ using pt2::NodeReader;
 
 constexpr int64_t kSchemaMajor = 8;
 
-// The name of the program to read: models/NAME.json.
+// Returns the name of the program to read: models/NAME.json.
 std::string choose_model(const ZipFile& zip, const std::string& wanted) {
   std::vector<std::string> names;
   const std::string prefix = zip.top_folder() + "models/";
@@ -80,6 +80,7 @@ class Loader {
     read_extras();
     program_.module = std::make_shared<GraphModule>(std::move(graph_), std::move(state_), in_spec_, out_spec_);
     program_.module->lint();
+    read_mode();
     return std::move(program_);
   }
 
@@ -371,6 +372,15 @@ class Loader {
         tags.fail(*it, e.message());
       }
     }
+  }
+
+  // Files of older versions, and graphs whose forward does not read the mode, have no such entry.
+  void read_mode() {
+    const ZipEntry* entry = zip_.find(pt2::kMode);
+    if (!entry) return;
+    const JsonDoc mode(zip_.path() + "/" + pt2::kMode, zip_.read_text(*entry));
+    program_.module->set_mode_read_at(mode.string(mode.at(mode.root(), "read_at")));
+    program_.module->set_made_in_training(mode.boolean(mode.at(mode.root(), "training")));
   }
 
   const ZipFile& zip_;

@@ -20,7 +20,7 @@ constexpr const char* kAutocastRegion = "torch.ops.higher_order.wrap_with_autoca
 
 bool is_region(const std::string& target) { return target == kGradRegion || target == kAutocastRegion; }
 
-// The graph among the inputs of a region's node; null if there is none.
+// Returns the graph among the inputs of a region's node; null if there is none.
 const Json* graph_of(const JsonDoc& doc, const Json& node) {
   for (const Json& input : doc.array(doc.at(node, "inputs"))) {
     const auto [tag, value] = doc.tagged(doc.at(input, "arg"));
@@ -40,8 +40,7 @@ std::optional<std::string> operator_of_target(const std::string& target) {
   return name;
 }
 
-// The two pieces of metadata that are kept. Unreadable ones give null.
-// "KEY,PATH,TYPE;KEY,PATH,TYPE". Brackets may hold commas.
+// Parses "KEY,PATH,TYPE;KEY,PATH,TYPE" of a node's metadata; brackets may hold commas. Returns null if it cannot.
 std::shared_ptr<const ModuleStack> parse_module_stack(const std::string& text) {
   auto stack = std::make_shared<ModuleStack>();
   size_t start = 0;

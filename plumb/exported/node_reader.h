@@ -25,7 +25,7 @@ struct Region {
   std::optional<Autocast> autocast;
 };
 
-// The type of a value under a tag of the file ("as_sym_int", "as_float"); Other for what is no tensor or number.
+// Returns the type of a value under a tag of the file ("as_sym_int", "as_float"); Other if it is no tensor or number.
 ValueType type_of_tag(const std::string& tag);
 
 class NodeReader {
@@ -36,13 +36,13 @@ class NodeReader {
   NodeReader(const JsonDoc& doc, Graph& graph, ExportedProgram& program, std::optional<at::Device> device)
       : doc_(doc), graph_(graph), program_(program), device_(device) {}
 
-  // Throws if any node, also of nested graphs, has an operator that nobody registered: names them all.
+  // Throws if any node, also of nested graphs, has an operator that is not registered: names them all.
   void check_operators(const Json& graph) const;
   void read_nodes(const Json& graph, Scope& scope, Region region, int depth = 0);
-  // Any argument but a graph; values are looked up in the scope.
+  // Reads any argument but a graph; values are looked up in the scope.
   Arg read_argument(const Json& argument, const Scope& scope) const;
 
-  // The type that `graph` states for a tensor of this name, on the device asked for.
+  // Returns the type that `graph` states for a tensor of this name, on the device asked for.
   std::optional<TensorMeta> meta_of(const Json& graph, const std::string& name);
   // Gives the value the file's name, or one like it if it is taken.
   void name_value(Value* value, const std::string& name);

@@ -33,7 +33,7 @@ struct Object {
   at::ScalarType dtype = at::kByte;
 };
 
-// The dtype of "torch FloatStorage", "torch uint16" and the like.
+// Returns the dtype of "torch FloatStorage", "torch uint16" and the like.
 std::optional<at::ScalarType> dtype_of_global(std::string_view name) {
   if (name == "torch.storage UntypedStorage") return at::kByte;
   for (const DtypeNames& n : all_dtype_names()) {
@@ -253,7 +253,7 @@ class Machine {
     push(items.size() > 4 ? with_gradients(result, *items[4]) : result);
   }
 
-  // The tensor, which requires gradients if the flag is true.
+  // Returns the tensor, which requires gradients if the flag is true.
   at::Tensor with_gradients(at::Tensor tensor, const Object& flag) const {
     if (flag.kind != Object::Plain || !flag.value.isBool() || !flag.value.toBool()) return tensor;
     if (!tensor.is_floating_point() && !tensor.is_complex()) fail("an integer tensor cannot require gradients");

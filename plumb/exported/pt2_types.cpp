@@ -45,7 +45,7 @@ int64_t from_torch(const Row (&rows)[N], int64_t torch, const char* what) {
               std::string("a .pt2 file has no number for ") + what + " " + std::to_string(torch));
 }
 
-// A size or stride: {"as_int": n} or {"as_expr": {"expr_str": ..., "hint": {"as_int": n}}}.
+// Reads a size or stride: {"as_int": n} or {"as_expr": {"expr_str": ..., "hint": {"as_int": n}}}.
 int64_t read_size(const JsonDoc& doc, const Json& j, std::string* symbol, Spelling* spelling) {
   const auto [tag, value] = doc.tagged(j);
   if (tag == "as_int") return doc.integer(value);

@@ -94,6 +94,8 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
       if (program.unit_scaled_layers) text(pt2::kUnitScaledLayers, "");
     }
     if (!program.pretrained.empty()) text(pt2::kPretrained, program.pretrained);
+    if (const std::string& line = module.mode_read_at(); !line.empty())
+      text(pt2::kMode, Json{{"training", module.is_training()}, {"read_at", line}}.dump());
     text("archive_format", "pt2");
     text("archive_version", "0");
     text("byteorder", "little");

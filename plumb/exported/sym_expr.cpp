@@ -40,7 +40,7 @@ class Parser {
     return true;
   }
 
-  // The characters from here on that are such.
+  // Returns the characters from here on for which `is` holds.
   template <class Is>
   std::string_view take(const Is& is) {
     const size_t start = at_;
@@ -166,7 +166,7 @@ class Parser {
     return eat("'") ? std::optional(std::move(inside)) : std::nullopt;
   }
 
-  // The rest of Symbol('name', positive=True, ...): assumptions are kept in the spelling only.
+  // Parses the rest of Symbol('name', positive=True, ...): assumptions are kept in the spelling only.
   Result symbol(size_t start) {
     auto name = quoted();
     if (!name || name->empty() || is_digit(name->front()) || !std::ranges::all_of(*name, is_word)) return std::nullopt;

@@ -35,7 +35,7 @@ class SymExpr {
   std::string to_infix() const;
   // sympy's spelling; symbols as in `spelling`, otherwise positive integers (those named u0, u1, ...: integers).
   std::string to_sympy(const std::map<std::string, std::string>& spelling) const;
-  // Nothing if a symbol has no value, a call is unknown, or the arithmetic overflows.
+  // Returns nullopt if a symbol has no value, a call is unknown, or the arithmetic overflows.
   std::optional<int64_t> evaluate(const std::map<std::string, int64_t>& symbols) const;
 
  private:

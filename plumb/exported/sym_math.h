@@ -1,4 +1,4 @@
-// Python's integer arithmetic on 64 bits: nothing where Python would raise or the result does not fit.
+// Python's integer arithmetic on 64 bits: nullopt if Python would fail or the result does not fit.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline std::optional<int64_t> mul(int64_t a, int64_t b) {
 }
 inline std::optional<int64_t> max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline std::optional<int64_t> min(int64_t a, int64_t b) { return a < b ? a : b; }
-// Rounds down, and the remainder has the divisor's sign.
+// Rounds down; the remainder has the divisor's sign.
 inline std::optional<int64_t> floordiv(int64_t a, int64_t b) {
   if (b == 0 || (b == -1 && a == std::numeric_limits<int64_t>::min())) return std::nullopt;
   const int64_t q = a / b;

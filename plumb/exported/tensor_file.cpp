@@ -20,7 +20,7 @@ namespace {
   throw Error(ErrorKind::BadFile, path + ": " + what, "", remedy);
 }
 
-// The value of a key in numpy's header, a Python dict: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
+// Returns a key's value in numpy's header, a Python dict: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 std::string header_field(const std::string& path, const std::string& header, const std::string& key) {
   size_t at = header.find("'" + key + "'");
   if (at != std::string::npos) at = header.find(':', at);
@@ -115,7 +115,7 @@ class Pickler {
     if (!names)
       throw Error(ErrorKind::Unsupported,
                   std::string("tensors of dtype ") + at::toString(t.scalar_type()) + " cannot be saved");
-    // As newer torch does: types that have no storage class go as bytes with their dtype beside.
+    // As newer torch does: types without a storage class are written as bytes with their dtype beside.
     const bool classic = !names->storage.empty();
     global("torch._utils", classic ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
     out_ += "((";

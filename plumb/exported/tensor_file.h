@@ -14,11 +14,11 @@ namespace plumb {
 // Reads by the ending of the name: `.pt`/`.pth` (a tensor, or a dict, list or tuple of tensors), `.npy` (a tensor).
 // Throws Error (BadFile) that says what is wrong and where.
 c10::IValue load_tensors(const std::string& path);
-// Writes by the ending of the name; `.npy` takes one tensor. Beside the path first, then renamed. torch.load (also with
+// Writes by the ending of the name, beside the path first, then renamed; `.npy` takes one tensor. torch.load (also with
 // weights_only=True) and numpy.load read the files.
 void save_tensors(const c10::IValue& value, const std::string& path);
 
-// One tensor of a `.npy` file, C order, little endian; no objects. bfloat16 and float8 have no type there.
+// Reads one tensor of a `.npy` file, C order, little endian; no objects. bfloat16 and float8 have no type there.
 at::Tensor load_npy(const std::string& path);
 void save_npy(const at::Tensor& tensor, const std::string& path);
 
@@ -28,7 +28,7 @@ struct NpyHeader {
   std::vector<int64_t> sizes;
   uint64_t offset = 0;  // of the first byte of its numbers
 };
-// Checks the header, and that the file holds what it says.
+// Reads and checks the header, and that the file is as long as it states.
 NpyHeader read_npy_header(const std::string& path);
 
 // A file of nothing but numbers: kByte, kUInt16 or kInt, little endian. It stays open, and is read in pieces. Or a part
@@ -38,7 +38,7 @@ class TokenFile {
   TokenFile(std::string path, at::ScalarType dtype);
   TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, int64_t count);
   int64_t size() const { return count_; }  // tokens
-  // So many tokens from `start` on, 1-d, kLong. Throws Error (BadFile) where the file has become shorter.
+  // Reads `count` tokens from `start` on, 1-d, kLong. Throws Error(BadFile) if the file has become shorter.
   at::Tensor read(int64_t start, int64_t count) const;
 
  private:

@@ -8,7 +8,7 @@
 #include <csignal>
 #include <filesystem>
 
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_math.h"
 #include "plumb/exported/zip_file.h"

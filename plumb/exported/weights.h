@@ -16,10 +16,12 @@ namespace plumb::pt2 {
 
 // Entries of the archive that torch.export hands through as extra files: ExportedProgram::pretrained; tags of
 // parameters, for u-muP's learning rates (plumb/graph/parameter_tag.h), {"fc.weight": {"type": "weight", "depth": 4}};
-// and one that is there or not, with no content.
+// one that is there or not, with no content; and the mode that a graph was made in, if its forward reads the mode,
+// {"training": true, "read_at": "model.py:12"}.
 inline constexpr const char* kPretrained = "extra/plumb_pretrained.json";
 inline constexpr const char* kTags = "extra/plumb_parameter_tags.json";
 inline constexpr const char* kUnitScaledLayers = "extra/plumb_unit_scaled_layers";
+inline constexpr const char* kMode = "extra/plumb_training_mode.json";
 
 struct StoredTensor {
   at::Tensor tensor;
@@ -46,16 +48,15 @@ struct ToStore {
   at::Tensor tensor;
   bool is_parameter = false;
 };
-// Hands every storage to `write_record` once ("data/weights/weight_0", bytes) and returns the config's JSON, in the
-// order given.
-// `prefix` is "weight_" or "tensor_".
+// Passes every storage to `write_record` once ("data/weights/weight_0", bytes) and returns the config's JSON, in the
+// order given. `prefix` is "weight_" or "tensor_".
 OrderedJson write_stored(const std::vector<ToStore>& tensors, const std::string& folder, const std::string& prefix,
                          const std::function<void(const std::string&, const void*, size_t)>& write_record);
 
 // Checks that a strided view lies inside `bytes` bytes of storage, without overflow.
 bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset,
                  int64_t item_size, uint64_t bytes);
-// A tensor over the storage of `bytes` (a byte tensor). The caller has checked lies_inside.
+// Returns a tensor over the storage of `bytes` (a byte tensor). The caller has checked lies_inside.
 at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t offset,
                          const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 

@@ -20,7 +20,7 @@ uint16_t u16(const unsigned char* p) { return static_cast<uint16_t>(p[0] | p[1] 
 uint32_t u32(const unsigned char* p) { return static_cast<uint32_t>(u16(p)) | static_cast<uint32_t>(u16(p + 2)) << 16; }
 uint64_t u64(const unsigned char* p) { return static_cast<uint64_t>(u32(p)) | static_cast<uint64_t>(u32(p + 4)) << 32; }
 
-// A name that means one place below the top folder and nothing else.
+// Returns whether a name means one place below the top folder and nothing else.
 bool plain_name(std::string_view name) {
   if (name.empty() || name.front() == '/' || name.find('\\') != name.npos || name.find('\0') != name.npos) return false;
   size_t start = 0;

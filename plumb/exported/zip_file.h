@@ -1,4 +1,4 @@
-// Reads zip archives that nobody vouches for.
+// Reads untrusted zip archives.
 #pragma once
 
 #include <cstdint>
@@ -35,15 +35,15 @@ class ZipFile {
 
   const std::string& path() const { return path_; }
   const std::vector<ZipEntry>& entries() const { return entries_; }
-  // The folder that every entry is in, with its slash ("model/"); "" if there is none.
+  // Returns the folder that every entry is in, with its slash ("model/"); "" if there is none.
   const std::string& top_folder() const { return top_; }
 
   // By the name below the top folder; null if there is none.
   const ZipEntry* find(std::string_view name) const;
   const ZipEntry& get(std::string_view name) const;  // throws
   std::string read(const ZipEntry& entry) const;
-  // Of an entry that becomes a document many times its size: it may inflate to 1 MiB and 16 times the file at most, and
-  // its values may take 64 MiB and 32 times the file at most when they are parsed.
+  // Returns the text of an entry. Throws if it inflates beyond 1 MiB + 16 x the file's size, or if its values may take
+  // more than 64 MiB + 32 x the file's size when they are parsed.
   std::string read_text(const ZipEntry& entry) const;
   // `into` has room for entry.size bytes.
   void read_into(const ZipEntry& entry, void* into) const;

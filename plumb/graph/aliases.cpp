@@ -23,7 +23,7 @@ void collect_sets(const c10::AliasInfo& info, std::set<c10::Symbol>& sets, bool&
 
 bool is_opaque(const Node& node) { return node.is_call() && operator_facts(node.target()).opaque; }
 
-// Conversions hand their input back unless dtype or device changes, which the types tell.
+// Conversions return their input unless dtype or device changes, which the types show.
 bool is_conversion_with_copy(const Node& node) {
   const std::string_view name = node.op_name();
   if (name != "aten::to" && name != "aten::type_as" && name != "aten::_to_copy") return false;
@@ -33,13 +33,13 @@ bool is_conversion_with_copy(const Node& node) {
   return from && to && (from->dtype != to->dtype || from->device.type() != to->device.type());
 }
 
-// Training dropout makes its result new; evaluation, or a probability of nought, hands the input back.
+// Training dropout makes its result new; evaluation, or a probability of nought, returns the input.
 bool is_drawn_anew(const Node& node) {
   const Arg* p = node.is_random() ? node.try_arg("p") : nullptr;
   return p && p->is_constant() && p->constant().isDouble() && p->constant().toDouble() > 0;
 }
 
-// The class of a key, a new one where the map has none.
+// Returns the class of a key, a new one where the map has none.
 template <class Map>
 Memory class_of(Map& map, const typename Map::key_type& key, std::vector<Memory>& parents) {
   auto [it, fresh] = map.emplace(key, static_cast<Memory>(parents.size()));
@@ -54,7 +54,7 @@ Memory Aliases::id(const Value* value) { return class_of(ids_, value, parent_); 
 Memory Aliases::attribute(const std::string& name) {
   const Attr* attr = state_ ? state_->find(name) : nullptr;
   if (attr && attr->tensor.defined()) {
-    // Tensors without memory (meta) are told apart by the tensor object.
+    // Tensors without memory (meta) are identified by the tensor object.
     const void* key = attr->tensor.has_storage() ? attr->tensor.storage().unsafeGetStorageImpl() : nullptr;
     return class_of(storages_, key ? key : static_cast<const void*>(attr->tensor.unsafeGetTensorImpl()), parent_);
   }

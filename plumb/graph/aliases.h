@@ -27,16 +27,16 @@ class Aliases {
   // With `state`, names of one tensor or of tensors on one storage are one memory; without, every name is its own.
   explicit Aliases(const Graph& graph, const State* state = nullptr, Inputs inputs = Inputs::MayOverlapWritten);
 
-  // Of a value of the graph or of a graph nested in it. Throws for others.
+  // Returns the memory class of a value of this graph or of a nested one. Throws Error(Internal) for any other value.
   Memory memory(const Value* value) const;
   bool may_alias(const Value* a, const Value* b) const { return memory(a) == memory(b); }
 
   // Inputs and state: the caller sees writes to it.
   bool is_external(Memory m) const { return flags_[m] & kExternal; }
-  // A value that the graph returns is in it.
+  // Returns whether a value that the graph returns is in it.
   bool is_returned(Memory m) const { return flags_[m] & kReturned; }
   bool is_written(Memory m) const { return flags_[m] & kWritten; }
-  // The last node of the (outer) graph that writes it; null if none does.
+  // Returns the last node of the (outer) graph that writes it; null if none does.
   const Node* last_write(Memory m) const;
 
   // Memory that running the node writes; memory of its inputs, and of the state that a nested graph reads. Each once.
@@ -74,10 +74,10 @@ class Aliases {
 // communication, an operator without results). Such a node has to stay, and only once.
 bool has_hidden_effects(const Node& node);
 
-// The values in an argument, those of a list's elements too.
+// Appends the values in an argument, those of a list's elements too.
 void collect_values(const Arg& arg, std::vector<Value*>& out);
 
-// True for operators whose result is not a function of their arguments: uninitialised memory.
+// True for operators whose result is not a function of their arguments: uninitialized memory.
 bool is_uninitialised(const Node& node);
 
 // Which values may carry a gradient back to an input or parameter. Floating inputs always may.

@@ -36,7 +36,7 @@ class Arg {
   bool is_constant() const { return std::holds_alternative<c10::IValue>(data_); }
   bool is_none() const { return is_constant() && constant().isNone(); }
 
-  // Null unless is_value().
+  // Returns null unless is_value().
   Value* value() const { return is_value() ? std::get<Value*>(data_) : nullptr; }
   // Only when is_constant() / is_list().
   const c10::IValue& constant() const { return std::get<c10::IValue>(data_); }

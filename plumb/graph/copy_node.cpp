@@ -57,7 +57,8 @@ void replace_uses(Graph& graph, const Value* gone, const Arg& result) {
 
 namespace {
 
-// Copies the nodes of a call's graph before it, erases the call, and answers the first copy (or what came next).
+// Copies the nodes of a call's graph before it and erases the call. Returns the first copy, or the node after the call
+// if there is none.
 Node* inline_call(Graph& graph, Node* call) {
   const Graph& inner = *call->subgraph();
   std::unordered_map<const Value*, Arg> known;

@@ -9,17 +9,17 @@ namespace plumb {
 
 using ArgOf = std::function<Arg(Value*)>;
 
-// The argument with every value replaced by what `map` returns for it.
+// Returns the argument with every value replaced by what `map` returns for it.
 Arg map_arg(const Arg& arg, const ArgOf& map);
 
-// A copy of an operator call, get_attr or nested call at `into`'s insertion point, with types and metadata. Results
-// keep their names where those are free.
+// Returns a copy of an operator call, get_attr or nested call at `into`'s insertion point, with types and metadata.
+// Results keep their names where those are free.
 Node* copy_node(Graph& into, const Node& node, const ArgOf& map);
 
 // Lets all users of a value take the argument in its place, which may be a constant.
 void replace_uses(Graph& graph, const Value* gone, const Arg& with);
 
-// Replaces every call of a nested graph by the nodes of that graph, at any depth. Answers whether there was one.
+// Replaces every call of a nested graph by the nodes of that graph, at any depth. Returns whether there was one.
 bool inline_nested(Graph& graph);
 
 }  // namespace plumb

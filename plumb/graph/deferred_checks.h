@@ -12,20 +12,20 @@
 
 namespace plumb {
 
-// While it lives, checks of its thread are kept in it; those of a scope inside of another in the inner one.
+// Keeps the checks of its thread while it lives; checks inside of an inner scope go to that one.
 class DeferredChecks {
  public:
   DeferredChecks();
   ~DeferredChecks();
   DeferredChecks(const DeferredChecks&) = delete;
 
-  // Whether the thread has such a scope.
+  // Returns whether the thread has such a scope.
   static bool active();
   // Waits for the devices of what was noted, once each, forgets it and throws the error of the first check that
   // failed, in the order in which they were made, with `at` before its message.
   void raise(const std::string& at = "");
-  // The same where `thrown` says that the device cannot go on: what goes wrong after a failed check says little.
-  // Returns if none failed or the device answers no more.
+  // As raise(), after `thrown`, which says that the device cannot go on: errors after a failed check say little.
+  // Returns if no check failed or the device does not respond any more.
   void raise_before(const Error& thrown, const std::string& at = "");
 
  private:
@@ -42,7 +42,7 @@ class DeferredChecks {
 // scope, else by raise(). What `failure` reads must keep its values until then.
 void check_value(const at::Tensor& passed, std::function<Error()> failure);
 
-// What `run` gives, after the checks that it made.
+// Returns the result of `run`, after the checks that it made have passed.
 template <class Run>
 auto with_deferred_checks(const std::string& at, const Run& run) {
   DeferredChecks checks;

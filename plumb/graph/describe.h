@@ -15,9 +15,9 @@ std::string describe(const at::Tensor& tensor);
 std::string describe(at::IntArrayRef sizes, const at::TensorOptions& options);
 // "(float[4, 16], none)"
 std::string describe(const std::vector<at::Tensor>& tensors);
-// Up to the first line break: torch appends stack traces.
+// Returns the text up to the first line break: torch appends stack traces.
 std::string first_line(std::string_view text);
-// The exception's text without torch's stack trace.
+// Returns the exception's text without torch's stack trace.
 std::string error_text(const std::exception& error);
 
 }  // namespace plumb

@@ -109,7 +109,7 @@ Graph& Graph::operator=(Graph&& other) noexcept {
   output_ = std::exchange(other.output_, nullptr);
   insert_before_ = nullptr;
   size_ = std::exchange(other.size_, 0);
-  // A moved-in graph is another graph to whoever cached the old version.
+  // Caches that key on the version see a moved-in graph as another graph.
   version_ = std::max(version_, other.version_) + 1;
   names_ = std::move(other.names_);
   counters_ = std::move(other.counters_);

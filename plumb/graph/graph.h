@@ -54,11 +54,10 @@ class Value {
   ValueType type() const { return type_; }
   bool is_tensor() const { return type_ == ValueType::Tensor; }
 
-  // Every use, a node as often as it uses the value. Order is deterministic for one sequence of edits, else
-  // unspecified.
+  // Returns every use, a node as often as it uses the value. The order is deterministic for one sequence of edits only.
   std::span<const Use> uses() const { return uses_; }
   bool has_uses() const { return !uses_.empty(); }
-  // The nodes that use it, each once, in graph order.
+  // Returns the nodes that use it, each once, in graph order.
   std::vector<Node*> users() const;
 
   const std::optional<TensorMeta>& meta() const { return meta_; }
@@ -126,7 +125,7 @@ class Node {
   // CallModule: the nested graph.
   const std::shared_ptr<Graph>& subgraph() const { return subgraph_; }
 
-  // Order in the graph. O(1), amortised.
+  // Returns whether this node comes before the other in the graph. Amortized O(1).
   bool is_before(const Node* other) const;
   Node* next() const { return next_; }  // null after the last
   Node* prev() const { return prev_; }
@@ -135,7 +134,6 @@ class Node {
   // Inputs whose memory it writes (in-place and out= operators).
   std::vector<Value*> written_inputs() const;
   bool writes() const;
-  // For an in-place or out= operator: the result that is the same tensor as this input, or null.
   bool result_aliases_input() const;  // any result may share memory with an input (views and in-place)
   bool is_random() const;             // draws from a generator (dropout in training counts)
   // Must stay even if nobody uses its results: writes, random draws, no results, python_function.
@@ -195,7 +193,7 @@ class NodeRange {
   Node* first_;
 };
 
-// The full name of an operator: "aten::add.Tensor", "aten::linear".
+// Returns the full name of an operator: "aten::add.Tensor", "aten::linear".
 std::string operator_name(const c10::OperatorHandle& op);
 // Finds "aten::add.Tensor" ("." and overload left out: the overload named ""; "default" is accepted for it).
 // find_ throws an Error naming near misses; try_ returns nothing.
@@ -211,7 +209,7 @@ class Graph {
   Graph(Graph&&) noexcept;
   Graph& operator=(Graph&&) noexcept;
 
-  // A deep copy (nested graphs too). `map`, if given, receives old node -> new node.
+  // Returns a deep copy (nested graphs too). `map`, if given, receives old node -> new node.
   Graph clone(std::unordered_map<const Node*, Node*>* map = nullptr) const;
 
   // --- reading ---
@@ -256,15 +254,14 @@ class Graph {
   // --- editing ---
   // O(uses). Does not touch uses by `except`.
   void replace_all_uses_with(Value* from, Value* to, const Node* except = nullptr);
-  // Replaces one node by another: same number of results, uses moved, meta copied where the new one has none, `from`
-  // erased.
+  // Replaces a node by one with as many results: moves uses, copies meta where the new one has none, erases `from`.
   void replace_node(Node* from, Node* to);
   // Throws if a result still has uses.
   void erase(Node* node);
-  // A fresh, unused name made from `hint` ("linear" -> "linear_3").
+  // Returns a fresh, unused name made from `hint` ("linear" -> "linear_3").
   std::string unique_name(std::string_view hint);
 
-  // A counter that every edit raises: caches key on it.
+  // A counter that every edit increments: caches key on it.
   uint64_t version() const { return version_; }
   // Hash of everything that the text shows.
   uint64_t hash() const;

@@ -4,6 +4,7 @@
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/mode.h"
 #include "plumb/graph/summary.h"
@@ -51,16 +52,29 @@ GraphModule::GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec ou
 }
 
 void GraphModule::train(bool on) {
-  if (on != is_training() && depends_on_mode(graph_, is_training())) {
+  if (on != is_training() && (!mode_read_at_.empty() || depends_on_mode(graph_, is_training()))) {
     const char* modes[] = {"evaluation", "training"};
     throw Error(ErrorKind::InvalidState,
                 std::string("the graph was made in ") + modes[is_training()] + " mode and cannot change to " +
                     modes[on] + " mode",
-                "",
+                mode_read_at_.empty() ? "" : "the forward reads its training mode: " + mode_read_at_,
                 std::string("set the model to the other mode, model->") + (on ? "train" : "eval") +
                     "(), and capture or export it again");
   }
   Module::train(on);
+}
+
+void GraphModule::set_mode_read_at(std::string line) {
+  if (line.size() > 8192) {
+    throw Error(ErrorKind::InvalidArgument,
+                str("the line that reads the training mode is a text of ", line.size(), " bytes, 8192 are allowed"));
+  }
+  mode_read_at_ = std::move(line);
+}
+
+void GraphModule::copy_mode(const GraphModule& other) {
+  set_made_in_training(other.is_training());
+  mode_read_at_ = other.mode_read_at_;
 }
 
 std::shared_ptr<const Plan> GraphModule::plan() {
@@ -191,7 +205,7 @@ void GraphModule::register_members() {
 
 std::shared_ptr<GraphModule> GraphModule::deep_copy() const {
   auto copy = std::make_shared<GraphModule>(graph_.clone(), state_.deep_copy(), in_spec_, out_spec_);
-  copy->set_made_in_training(is_training());
+  copy->copy_mode(*this);
   return copy;
 }
 

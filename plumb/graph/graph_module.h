@@ -1,5 +1,5 @@
-// A graph with its state: a module that runs. Capture makes it, transforms change it, `.pt2` files hold it, a pipeline
-// cuts it.
+// A graph with its state: a module that runs. Capture makes it, transforms change it, `.pt2` files and pipelines use
+// it.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -43,21 +43,27 @@ class GraphModule : public torch::nn::Module {
     return forward({c10::IValue(inputs)...}).toTensor();
   }
 
-  // The compiled plan, made again when graph or state changed. Whoever runs it keeps it.
+  // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive.
   std::shared_ptr<const Plan> plan();
 
   // Puts other tensors in the place of the state's of these names, and into the module's.
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
-  // A graph is made for one training mode, is_training(). Raises Error(InvalidState) where the other one would change
-  // what an operator computes (mode.h); eval() comes here, too.
+  // Sets the mode; eval() calls it, too. Throws Error(InvalidState) if the other mode would change what an operator
+  // computes (mode.h), or if the captured forward had read the mode: a graph is made for one mode, is_training().
   void train(bool on = true) override;
-  // Says which mode the graph was made in. The constructor tells it by the operators.
+  // Sets the mode that the graph was made in. The constructor infers it from the operators.
   void set_made_in_training(bool training) { Module::train(training); }
+  // "file:line" where the captured forward reads its training mode, so that the graph holds one mode's path; empty if
+  // it does not, or if both modes have one path. Only a capture from Python notes it.
+  const std::string& mode_read_at() const { return mode_read_at_; }
+  void set_mode_read_at(std::string line);  // throws Error(InvalidArgument) beyond 8,192 bytes
+  // Takes over the mode that `other` was made in, and where its forward reads it.
+  void copy_mode(const GraphModule& other);
 
   // Registers every parameter and buffer of the state as torch::nn::Module members.
   void sync_module();
-  // Deep copy of graph and state (aliases kept).
+  // Returns a deep copy of graph and state (aliases kept).
   std::shared_ptr<GraphModule> deep_copy() const;
   // lint(graph) and: every get_attr has an entry of the state, placeholders and output fit the specs.
   void lint() const;
@@ -66,6 +72,7 @@ class GraphModule : public torch::nn::Module {
   Graph graph_;
   State state_;
   TreeSpec in_spec_, out_spec_;
+  std::string mode_read_at_;
   void register_members();
   std::unique_ptr<std::mutex> lock_ =
       std::make_unique<std::mutex>();  // of plan_, and of the state while plans are made of it

@@ -22,8 +22,7 @@ bool TensorMeta::is_contiguous() const { return strides == contiguous_strides(si
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) {
-    // As torch does it: a dimension of size 0 counts as 1. Sizes from files may be absurd: wrap around, do not
-    // overflow.
+    // As in torch, a dimension of size 0 counts as 1. Sizes from files may be absurd: wrap around, do not overflow.
     const auto step = static_cast<uint64_t>(std::max<int64_t>(sizes[i], 1));
     strides[i - 1] = static_cast<int64_t>(static_cast<uint64_t>(strides[i]) * step);
   }

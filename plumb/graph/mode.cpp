@@ -3,7 +3,7 @@
 namespace plumb {
 namespace {
 
-// Null if the operator has no such argument, or takes it from the graph.
+// Returns null if the operator has no such argument, or takes it from the graph.
 const c10::IValue* constant_of(const Node* node, std::string_view argument) {
   const Arg* arg = node->is_call() ? node->try_arg(argument) : nullptr;
   return arg && arg->is_constant() ? &arg->constant() : nullptr;

@@ -9,7 +9,7 @@ namespace plumb {
 // has a probability alone and says nothing.
 bool made_in_training(const Graph& graph);
 
-// Whether an operator (dropout, batch norm) computes something else in the mode that the graph was not made in.
+// Returns whether an operator (dropout, batch norm) computes something else in the mode that the graph was not made in.
 // Attention without dropout does only if the graph was made in evaluation.
 bool depends_on_mode(const Graph& graph, bool made_in_training);
 

@@ -19,7 +19,7 @@ struct DtypeNames {
 };
 
 std::span<const DtypeNames> all_dtype_names();
-// Null for a dtype of another kind (quantised, bits).
+// Returns null for a dtype of another kind (quantized, bits).
 const DtypeNames* dtype_names(at::ScalarType dtype);
 
 std::string short_name(at::ScalarType dtype);

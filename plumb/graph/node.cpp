@@ -11,7 +11,7 @@
 namespace plumb {
 namespace {
 
-// Null if the operator has no such argument, or takes it from the graph.
+// Returns null if the operator has no such argument, or takes it from the graph.
 const c10::IValue* constant_arg(const Node& node, std::string_view name) {
   const Arg* arg = node.try_arg(name);
   return arg && arg->is_constant() ? &arg->constant() : nullptr;

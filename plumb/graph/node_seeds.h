@@ -14,7 +14,7 @@ namespace plumb {
 // and the node's name. Names stay when a graph is cut, so a node draws the same numbers in the whole and in any stage.
 // The generators' states are afterwards those of the last node.
 //
-// `rows`, where it is known: what runs is so many rows of a batch, and `place` the number of the first one. Dropout
+// `rows`, if known: number of rows of the batch that runs; `place`: the number of the first one. Dropout
 // then draws row by row, so that its masks do not depend on how the batch is cut into microbatches (run_by_rows()).
 class NodeSeeds {
  public:
@@ -33,16 +33,17 @@ class NodeSeeds {
 };
 
 std::uint64_t seed_of_name(std::string_view name);
-// Where a NodeSeeds lives on this thread: seeds its generators for the node of this seed_of_name(), and this row of
-// those that run.
+// Seeds the generators of this thread's NodeSeeds, if there is one, for the node of this seed_of_name() and for this
+// row of the running ones.
 void seed_node(std::uint64_t node, std::int64_t row = 0);
 // Calls the operator of a random node row by row and puts the results together: dropout in its many forms, and
-// attention with dropout. The first dimension of its first argument counts as the rows, each as often as it is longer
-// than they are many ([rows * heads, ...]). Answers false, and leaves the stack alone, where rows are not known or one,
-// where that dimension is no multiple of them, or where a row's result does not lie in memory as a part of the whole
-// result would.
+// attention with dropout. The rows are the first dimension of its first argument; if that is a multiple of them ([rows
+// * heads, ...]), each row is that many entries. Returns false, and leaves the stack alone, if
+// - there is one row or their number is unknown,
+// - that dimension is no multiple of it,
+// - a row's result does not lie in memory as a part of the whole result would.
 bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
-// Whether a NodeSeeds lives on this thread.
+// Returns whether a NodeSeeds lives on this thread.
 bool nodes_are_seeded();
 
 }  // namespace plumb

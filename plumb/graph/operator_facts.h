@@ -36,7 +36,7 @@ struct ContractedOperand {
 struct Contraction {
   ContractionKind kind = ContractionKind::None;
   ContractedOperand operands[3] = {};  // those with a name
-  // Of the result: the dimension that the gradient of the first operand sums over.
+  // dimension of the result that the gradient of the first operand sums over
   int8_t result_dim = -1;
 
   explicit operator bool() const { return kind != ContractionKind::None; }
@@ -67,9 +67,9 @@ struct OperatorFacts {
   // Arguments that it writes though its schema does not say so, as long as the bool argument `writes_if` is true.
   std::string_view writes[2] = {};
   std::string_view writes_if = {};
-  // It may hand an input back, or a view of it, though its schema does not say so.
+  // It may return an input, or a view of it, though its schema does not say so.
   bool may_alias = false;
-  // It runs code that nobody sees into: it may write every argument and do anything else.
+  // It runs opaque code: it may write every argument and do anything else.
   bool opaque = false;
   // It does something that no result shows: measures, waits for other processes.
   bool has_effects = false;
@@ -83,10 +83,9 @@ struct OperatorFacts {
   bool reads_value = false;
   DataSizes data_sizes = DataSizes::ByTag;
 
-  // Its result, or in-place its argument, holds memory that nobody has written.
+  // Its result, or in-place its argument, holds memory that was never written.
   bool uninitialised = false;
-  // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with. Lists
-  // are its parts.
+  // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with.
   bool passes_through = false;
   // Its result holds each element of its first argument exactly once, in another shape or order (with `view` of a dtype
   // only the memory stays).
@@ -103,12 +102,12 @@ struct OperatorFacts {
   bool recurrent_cell = false;  // one step, with the weights of one layer
 };
 
-// The row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but that no
-// file may name it.
+// Returns the row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but
+// that no file may name it.
 const OperatorFacts& operator_facts(std::string_view name);
-// Null where operator_facts() would answer a row that is not the operator's own.
+// Returns the operator's own row. Null if operator_facts() would fall back to a less specific one.
 const OperatorFacts* find_operator_facts(std::string_view name);
-// Every row, in the order of names.
+// Returns every row, in the order of names.
 std::span<const OperatorFacts* const> operator_table();
 
 // --- which operators a file may name ---
@@ -119,7 +118,7 @@ struct OperatorRefusal {
   std::string message;  // "aten::from_file may not stand in a file: it opens files"
   std::string remedy;
 };
-// Nothing if a file may name the operator ("aten::add.Tensor").
+// Returns nullopt if a file may name the operator ("aten::add.Tensor").
 std::optional<OperatorRefusal> refused_in_files(std::string_view name);
 
 // Lets every file that this process reads from now on name an operator ("mylib::op", all its overloads) or those of a

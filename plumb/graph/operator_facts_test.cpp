@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/recompute_facts.h"
 #include "tests/message_of.h"
@@ -26,7 +27,7 @@ TORCH_LIBRARY(facts_test, m) {
   m.def("thrice(Tensor x) -> Tensor", twice);
 }
 
-// Of every operator registered here: its full name and handle.
+// Full name and handle of every operator registered here.
 using Operators = std::vector<std::pair<std::string, c10::OperatorHandle>>;
 
 const Operators& registered() {
@@ -266,7 +267,7 @@ TEST(Table, KnowsEveryNormThatKeepsRunningStatistics) {
     const c10::Argument* mean = argument(op, "running_mean");
     const bool in_training = argument(op, "training") || argument(op, "use_input_stats");
     if (!mean || !in_training || mean->alias_info() || name.find("backward") != std::string::npos) continue;
-    if (name.ends_with("_functional")) continue;  // answers the new statistics
+    if (name.ends_with("_functional")) continue;  // returns the new statistics
     EXPECT_EQ(operator_facts(name).writes[0], "running_mean") << name;
   }
 }
@@ -324,7 +325,7 @@ TEST(Table, OperatorsThatABackwardComputesAgainAreThereOnceAndGiveATensorFirst) 
       const auto op = c10::Dispatcher::singleton().findSchema({std::string(facts.space) + "::" + name.substr(0, dot),
                                                                dot == std::string::npos ? "" : name.substr(dot + 1)});
       ASSERT_TRUE(op) << full << " is no operator: does its overload have a name?";
-      EXPECT_TRUE(op->hasKernelForDispatchKey(c10::DispatchKey::TESTING_ONLY_GenericWrapper)) << full;
+      EXPECT_TRUE(op->hasKernelForDispatchKey(kRecomputeKey)) << full;
       EXPECT_FALSE(op->schema().is_mutable() && facts.cheap) << full << " writes";
       EXPECT_FALSE(op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
                    !op->hasKernelForDispatchKey(c10::DispatchKey::CPU))

@@ -24,7 +24,7 @@ constexpr Contraction transposed(int8_t places) {
 }
 
 constexpr const char* kOneLibrary = "it belongs to one library, whose kernels take their arguments on trust";
-constexpr const char* kQuantised = "it is about quantised tensors, which no graph of plumb holds";
+constexpr const char* kQuantised = "it is about quantized tensors, which no graph of plumb holds";
 constexpr const char* kSparse = "it is about sparse tensors, whose indices nobody checks";
 constexpr const char* kForeignMemory = "it can reach memory that is not its tensors' own";
 constexpr const char* kAutograd = "it acts on autograd's graph instead of computing";
@@ -300,8 +300,8 @@ constexpr OperatorGroup kGroups[] = {
     {"pippy::", "_pipe_split"},
 };
 
-// None that is made of others on the CPU: its parts are noted, and each has its own node to save what it needs.
-// Of unit-scaled operators those whose own backward needs their result are not among the cheap ones: it is kept anyway.
+// Cheap operators. Operators that are composite on the CPU are not here: their parts are recorded, and each has its own
+// node to save what it needs. Unit-scaled operators whose backward needs their result are not cheap: it is kept anyway.
 constexpr RecomputeFacts kRecompute[] = {
     {"aten",
      "_softmax _to_copy abs add.Tensor cat clamp clone div.Tensor elu exp gelu glu hardsigmoid hardswish hardtanh "

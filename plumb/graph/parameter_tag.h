@@ -20,7 +20,7 @@ struct ParameterData {
   bool operator==(const ParameterData&) const = default;
 };
 
-// `data` as a leaf that requires grad, tagged.
+// Returns `data` as a leaf that requires grad, tagged.
 at::Tensor make_parameter(at::Tensor data, MupType type, std::optional<int64_t> scaling_depth = std::nullopt);
 
 // A tag belongs to the tensor object (not to its memory): handles share it, and it goes with the last of them. clone(),

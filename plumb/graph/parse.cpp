@@ -1,5 +1,4 @@
-// Text -> Graph: the inverse of print.cpp. The text may come from anywhere: whatever is wrong ends in an Error that
-// names line and column.
+// Text -> Graph: the inverse of print.cpp. The text is untrusted: every fault is an Error that names line and column.
 #include <algorithm>
 #include <cctype>
 #include <charconv>
@@ -342,7 +341,7 @@ class Parser : private Tokens {
         stack.push_back(std::move(frame));
       }
       if (stack.empty()) fail("'in' needs a module path");
-      // Thousands of nodes share a stack: keep one object for equal neighbours.
+      // Thousands of nodes share a stack: keep one object for equal neighbors.
       if (!last_modules_ || *last_modules_ != stack)
         last_modules_ = std::make_shared<const ModuleStack>(std::move(stack));
       node->meta().modules = last_modules_;

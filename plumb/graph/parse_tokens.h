@@ -67,7 +67,7 @@ class Tokens {
     if (at_ >= text_.size()) return ", found the end of the text";
     return std::string(", found '") + text_[at_] + "'";
   }
-  // The characters from here on that are such.
+  // Returns the characters from here on for which `is` holds.
   template <class Is>
   std::string_view take(const Is& is) {
     const size_t start = at_;

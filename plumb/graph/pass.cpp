@@ -13,7 +13,7 @@
 namespace plumb {
 namespace {
 
-// A function's static, so that registration from other files' initialisers is safe.
+// A function's static, so that registration from other files' initializers is safe.
 std::map<std::string, std::unique_ptr<Pass>, std::less<>>& table() {
   static std::map<std::string, std::unique_ptr<Pass>, std::less<>> passes;
   return passes;

@@ -22,12 +22,12 @@ struct Pass {
   std::string name;     // "dead_code"
   std::string summary;  // one sentence
   std::vector<PassOption> options;
-  // Answers whether it changed anything. Notes for the user (what was changed, what was left alone and why) go to
+  // Returns whether it changed anything. Notes for the user (what was changed, what was left alone and why) go to
   // `report` if it is not null.
   std::function<bool(GraphModule&, const PassOptions&, std::vector<std::string>* report)> run;
 };
 
-// Every registered pass by name. find_ throws, naming near misses.
+// Returns every registered pass by name. find_pass() throws for an unknown name, with near misses.
 std::vector<const Pass*> all_passes();
 const Pass& find_pass(std::string_view name);
 
@@ -38,12 +38,12 @@ inline constexpr bool kCheckPasses = true;
 #endif
 
 // Runs a function that changes a module and lints the graph afterwards: an error begins "after pass NAME". With `check`
-// (on in tests and debug builds) the state and the specs are linted too, and the graph's hash is held against the
-// answer. Returns whether the function changed anything. Whatever rewrites a graph for a user goes through here.
+// (on in tests and debug builds) the state and the specs are linted too, and the graph's hash is compared with the
+// returned value. Returns whether the function changed anything. Every rewrite of a user's graph goes through here.
 bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module,
                  bool check = kCheckPasses);
 
-// Runs a pass of the table so.
+// Runs a pass of the table by run_checked().
 bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options = {},
               std::vector<std::string>* report = nullptr, bool check = kCheckPasses);
 
@@ -53,8 +53,8 @@ struct PassStep {
   PassOptions options;
 };
 
-// "NAME[,option=value]..."; a part without "=", or with "::" first, belongs to the value before ("exclude=a,b"). Raises
-// Error(InvalidArgument) for an unknown pass or option, naming the known ones.
+// Parses "NAME[,option=value]..."; a part without "=", or with "::" first, belongs to the value before ("exclude=a,b").
+// Throws Error(InvalidArgument) for an unknown pass or option, naming the known ones.
 PassStep parse_pass_step(const std::string& text);
 
 // The outcome of a step.
@@ -67,8 +67,7 @@ struct PassResult {
 
 struct RunPassesOptions {
   bool check = kCheckPasses;
-  // A folder for the graph's text before the first step and after every step: 00-input.txt, 01-dead_code.txt, ...
-  // Empty: none.
+  // Folder for the graph's text before the first step and after each: 00-input.txt, 01-dead_code.txt, ... Empty: none.
   std::string dump;
   std::function<void(const PassStep&)> before;   // called before a step
   std::function<void(const PassResult&)> after;  // and after it

@@ -91,7 +91,7 @@ class Matcher {
     return candidate.is_value() && it->second.is_value() && source(candidate) == source(it->second);
   }
 
-  // What casts make this of.
+  // Returns the value that the casts before `arg` start from.
   const Value* source(const Arg& arg) {
     const Value* value = arg.value();
     for (Node* cast; is_transparent(cast = value->producer()); value = cast->input(0)) {

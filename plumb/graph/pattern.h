@@ -9,11 +9,12 @@
 //   })");
 //   if (auto m = p.match(node)) ... m->at("x")
 //
-// A placeholder stands for anything, the same thing wherever it is used: a tensor placeholder for a tensor value or a
-// wrapped number, one of type `other` for a constant of any kind, one of another type for a number. Constants must be
-// equal, numbers in value (2 and 2.0). Not told apart: the order of the arguments of mul and of add without alpha;
-// mul.Tensor with a number and mul.Scalar (and the like); a value and what a cast to its own type makes of it. The
-// pattern's one output names the node where matching starts.
+// A placeholder stands for anything, the same thing at every use: a tensor placeholder for a tensor value or a wrapped
+// number, one of type `other` for a constant of any kind, one of another type for a number. Constants must be equal,
+// numbers in value (2 and 2.0).
+// These are not distinguished: the order of the arguments of mul and of add without alpha; mul.Tensor with a number and
+// mul.Scalar (and the like); a value and its cast to its own type.
+// The pattern's one output names the node where matching starts.
 #pragma once
 
 #include <optional>
@@ -37,7 +38,7 @@ struct Match {
 
 // `to` and the like from a floating type to a floating type on the same device. False if the types are not known.
 bool is_float_cast(const Node* node);
-// One that changes nothing.
+// Returns whether the cast changes nothing.
 bool is_cast_to_same(const Node* node);
 
 class Pattern {
@@ -48,8 +49,8 @@ class Pattern {
   // The operator of the root without its overload: nodes of other operators need not be tried.
   std::string_view root_op() const { return root_->op_name(); }
 
-  // Whether the nodes that lead to `root` have the pattern's form. Says nothing of what else uses or writes them.
-  // through_casts: casts between floating types may stand anywhere in between.
+  // Returns a match if the nodes that lead to `root` have the pattern's form. Does not check other uses or writes of
+  // them. through_casts: casts between floating types may stand anywhere in between.
   std::optional<Match> match(Node* root, bool through_casts = false) const;
 
  private:
@@ -57,8 +58,8 @@ class Pattern {
   const Node* root_ = nullptr;
 };
 
-// Whether nothing but the match itself can see its inner values: no other use, all in one grad mode, no write into
-// their memory or that of the match's inputs between its first and last node (the root itself may write an inner
+// Returns whether nothing but the match itself can see its inner values: no other use, all in one grad mode, no write
+// into their memory or that of the match's inputs between its first and last node (the root itself may write an inner
 // value). Looks at no more than `reach` nodes between the first and the last; a wider match is refused.
 bool is_private(const Match& match, size_t reach = 256);
 

@@ -11,9 +11,9 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/node_seeds.h"
 #include "plumb/graph/operator_facts.h"
-#include "plumb/graph/recompute_facts.h"
 
 namespace plumb {
 namespace {
@@ -43,7 +43,7 @@ struct Instruction {
   bool by_rows = false;  // and it may draw row by row
 };
 
-// What a return of the schema becomes.
+// Registers of one return of the schema.
 struct Out {
   int32_t count;  // -1: one value; n: a list of n
   uint32_t reg;   // first register
@@ -140,7 +140,8 @@ struct Plan::Impl {
     return results;
   }
 
-  // Of an index torch says "index out of range in self". The arguments may be on the stack still.
+  // Throws the error of a failed instruction. torch's "index out of range in self" does not name the index, so this
+  // searches the arguments, which may be on the stack still.
   [[noreturn]] static void fail(const Label& label, const torch::jit::Stack& stack, const c10::Error& e) {
     if (label.rows < 0 || !dynamic_cast<const c10::IndexError*>(&e))
       throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
@@ -191,7 +192,7 @@ static bool takes_tensor(c10::TypePtr type) {
   return type->kind() == c10::TypeKind::TensorType;
 }
 
-// Compiles one graph. Registers are given in graph order, so a node's results are neighbours.
+// Compiles one graph. Registers are given in graph order, so a node's results are neighbors.
 class PlanCompiler {
  public:
   // `within`: of a nested graph, what seeds the node that calls it.
@@ -253,7 +254,7 @@ class PlanCompiler {
 
   // A Python number next to a tensor is a 0-dim double tensor that TensorIterator casts at every call. For float32
   // arithmetic the cast can be done once: bit for bit the same. Not for half types, whose kernels compute with the
-  // double itself.
+  // double.
   IValue wrapped_number(const Node& node, const IValue& number) const {
     at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
     if (!is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
@@ -311,11 +312,10 @@ class PlanCompiler {
     in.num_slots = static_cast<uint32_t>(slots.size());
     plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
     const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
-    // A function that nobody looks into may draw, too.
+    // An opaque function may draw, too.
     if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
     plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
-    // Dropout, also that of attention: it draws only where an argument says so. What is recurrent has no rows of its
-    // own.
+    // Dropout, also that of attention: it draws only if an argument says so. Recurrent layers have no own rows.
     const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
     in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
                  facts->recurrent == RecurrentLayer::None;

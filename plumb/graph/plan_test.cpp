@@ -87,7 +87,7 @@ TEST(Plan, HonoursNoGradPerNodeAndTheCallersMode) {
 }
 
 TEST(Plan, DropsEveryValueAfterItsLastUse) {
-  // Ten times 4 MiB in a row: only neighbours may live at once.
+  // Ten times 4 MiB in a row: only neighbors may live at once.
   Graph g;
   Value* v = g.placeholder("x")->result();
   for (int i = 0; i < 10; ++i) v = g.call("aten::neg", {v})->result();

@@ -62,7 +62,7 @@ class Printer {
     if (options_.locations) location(node.meta());
   }
 
-  // What `put` writes for each element, with commas between.
+  // Writes the elements by `put`, with commas between.
   template <class Range, class Put>
   void commas(const Range& range, const Put& put) {
     bool first = true;

@@ -13,7 +13,7 @@ namespace plumb {
 // single int for int[2] is repeated). Throws an Error naming operator and argument if it does not fit.
 Arg fit_argument(const c10::FunctionSchema& schema, size_t index, Arg arg);
 
-// The schema's default of argument `index`, fitted. Throws if it has none.
+// Returns the schema's default of argument `index`, fitted. Throws if it has none.
 Arg default_argument(const c10::FunctionSchema& schema, size_t index);
 bool has_default(const c10::FunctionSchema& schema, size_t index);
 

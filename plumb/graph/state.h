@@ -39,11 +39,11 @@ class State {
   const std::vector<Attr>& attrs() const { return attrs_; }
   auto begin() const { return attrs_.begin(); }
   auto end() const { return attrs_.end(); }
-  // Names of Parameter entries in order; a tied tensor under each of its names.
+  // Returns the names of entries of this kind in order; a tied tensor under each of its names.
   std::vector<std::string> names(AttrKind kind) const;
-  // A fresh name "hint", "hint_1", ... not yet taken.
+  // Returns a fresh name "hint", "hint_1", ... not yet taken.
   std::string unique_name(const std::string& hint) const;
-  // Entries with copied tensors (leaves, same requires_grad and tag); aliases stay aliases.
+  // Returns a copy with copied tensors (leaves, same requires_grad and tag); aliases stay aliases.
   State deep_copy() const;
 
  private:

@@ -39,7 +39,7 @@ struct TreeSpec {
 
 // Nested IValue (tuple, list, dict with string keys) -> leaves, and its spec. A Tensor list is a list of leaves.
 std::vector<c10::IValue> flatten(const c10::IValue& nested, TreeSpec* spec);
-// The inverse. Throws if the number of leaves does not fit. Types unknown to C++ become tuples.
+// Returns the inverse. Throws if the number of leaves does not fit. Types unknown to C++ become tuples.
 c10::IValue unflatten(const TreeSpec& spec, std::vector<c10::IValue> leaves);
 
 }  // namespace plumb

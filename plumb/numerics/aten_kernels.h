@@ -47,13 +47,13 @@ Blocks round_blocks(const at::Tensor& x, const FPFormat& format, uint64_t seed, 
 // 2^exponent for exponents from -127 to 127, int32, as float32 or float64.
 at::Tensor power_of_two(const at::Tensor& exponent, at::ScalarType dtype);
 
-// What kernel::Partial holds, of x: float64 [10], its fields in order, or [10 + 256] with the histogram. Counts,
-// largest and smallest are the CPU's; sums are taken in float64, in the device's order.
+// Returns kernel::Partial's fields for x: float64 [10], in order, or [10 + 256] with the histogram. Counts, largest
+// and smallest are the CPU's; sums are taken in float64, in the device's order.
 at::Tensor gather_metrics(const at::Tensor& x, bool histogram);
 // Merges what gather_metrics() gave, on the CPU by now.
 void merge_gathered(kernel::Partial& into, const at::Tensor& gathered);
 
-// Of one tensor; waits for its device.
+// Returns the metrics of one tensor; waits for its device.
 TensorMetrics metrics_of(const at::Tensor& gathered, int64_t numel);
 
 // Like plumb::tensor_metrics (operators.h).

@@ -11,12 +11,12 @@
 #include "plumb/numerics/metrics.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/numerics/values_for_test.h"
+#include "plumb/numerics/values_testing.h"
 
 namespace plumb {
 namespace {
 
-using namespace values_for_test;
+using namespace values_testing;
 
 // Equal bits; any NaN equals any other.
 void expect_equal_bits(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {

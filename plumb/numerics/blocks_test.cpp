@@ -8,7 +8,7 @@
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/numerics/reference_for_test.h"
+#include "plumb/numerics/reference_testing.h"
 
 namespace plumb {
 namespace {

@@ -22,10 +22,10 @@ kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carri
 
 // The type in which elements of blocks are computed.
 kernel::Carrier computed_in(kernel::Carrier carrier);
-// Of a format whose blocks share scales.
+// Returns the specification of a format whose blocks share scales.
 kernel::BlockSpec block_spec(const FPFormat& format, kernel::Carrier carrier);
 
-// Of a format of at most 8 bits (its elements); else Error(InvalidArgument).
+// Returns the specification of a format's elements. Throws Error(InvalidArgument) for more than 8 bits.
 kernel::CodeSpec code_spec_of(const FPFormat& format);
 // code_spec_of() with a code for negative zero in place of NaN where the format has no NaN: nan_code -1.
 kernel::CodeSpec saved_code_spec(const FPFormat& format);

@@ -10,12 +10,12 @@
 #include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/element.h"
-#include "plumb/numerics/values_for_test.h"
+#include "plumb/numerics/values_testing.h"
 
 namespace plumb {
 namespace {
 
-using values_for_test::same_bits;
+using values_testing::same_bits;
 constexpr uint64_t kSeed = 0xfedcba9876543210;
 const auto kTypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
 

@@ -9,7 +9,7 @@
 #include "plumb/numerics/metrics_gather.h"
 #include "plumb/numerics/metrics_sum.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/numerics/reference_for_test.h"
+#include "plumb/numerics/reference_testing.h"
 
 namespace plumb {
 namespace {

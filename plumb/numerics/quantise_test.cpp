@@ -6,13 +6,13 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
-#include "plumb/numerics/reference_for_test.h"
-#include "plumb/numerics/values_for_test.h"
+#include "plumb/numerics/reference_testing.h"
+#include "plumb/numerics/values_testing.h"
 
 namespace plumb {
 namespace {
 
-using namespace values_for_test;
+using namespace values_testing;
 
 struct Range {
   at::ScalarType dtype;

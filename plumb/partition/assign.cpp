@@ -41,7 +41,8 @@ std::vector<size_t> cuts_by_stack(const std::vector<Node*>& ops, const std::stri
   return cuts;
 }
 
-// The same by parameters: the first or last node that uses one under the path, itself or through a view (a transpose).
+// Returns the cuts by parameters: at the first or last node that uses one under the path, itself or through a view (a
+// transpose).
 std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std::string& path, SplitPoint point) {
   std::unordered_set<const Value*> views;
   std::optional<size_t> first, last;
@@ -301,7 +302,7 @@ std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& s
 std::optional<Conflict> find_conflict(const Graph& graph, const MemorySets& memory, const Assignment& a) {
   auto stage = [&](const Node* node) {
     auto it = a.stage.find(node);
-    return it == a.stage.end() ? PortSource::kPipelineInput : it->second;
+    return it == a.stage.end() ? ValueSource::kModelInput : it->second;
   };
   for (const MemorySets::Set& set : memory.written()) {
     std::map<int, const Node*> writers;  // stage -> a writer there

@@ -24,11 +24,11 @@ struct Assignment {
 // Nodes that depend on no input and no gradient, draw nothing, write nothing and are cheap enough to be made twice.
 std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& state, const MemorySets& memory);
 
-// The nodes that get a stage, in graph order: operators but marks and those that are copied.
+// Returns the nodes that get a stage, in graph order: operators but marks and those that are copied.
 std::vector<Node*> nodes_to_assign(const Graph& graph, const std::unordered_set<const Node*>& copied);
 
-// The range without cuts because of a written memory: (first, last] in the operators' positions, of which there are
-// `end`. `writers_only`: its other users may be in other stages.
+// Returns the range without cuts because of a written memory: (first, last] in the operators' positions, of which there
+// are `end`. `writers_only`: its other users may be in other stages.
 std::pair<size_t, size_t> closed_range(const MemorySets::Set& set,
                                        const std::unordered_map<const Node*, size_t>& position, size_t end,
                                        bool writers_only = false);

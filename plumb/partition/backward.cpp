@@ -29,8 +29,8 @@ SymbolicBackward make_backward(const PipeTable& table) {
   }
   SymbolicBackward backward;
   backward.loss_port = *table.outputs[*table.loss_output].port;
-  std::map<PortSource, GradRef> newest;  // the gradient of a value from all users so far
-  auto look_up = [&](const PortSource& source) -> std::optional<GradRef> {
+  std::map<ValueSource, GradRef> newest;  // the gradient of a value from all users so far
+  auto look_up = [&](const ValueSource& source) -> std::optional<GradRef> {
     auto it = newest.find(source);
     return it == newest.end() ? std::nullopt : std::optional(it->second);
   };
@@ -49,8 +49,7 @@ SymbolicBackward make_backward(const PipeTable& table) {
     }
     backward.steps.push_back(std::move(step));
   }
-  for (size_t k = 0; k < table.num_inputs; ++k)
-    backward.input_grads.push_back(look_up({PortSource::kPipelineInput, k}));
+  for (size_t k = 0; k < table.num_inputs; ++k) backward.input_grads.push_back(look_up({ValueSource::kModelInput, k}));
   return backward;
 }
 

@@ -34,8 +34,8 @@ struct Row {
   std::vector<ParameterUse> parameters;  // by op
 };
 
-// Whether the elements fill the memory from the first to the last, in any order of dimensions. Expanded ones count
-// once.
+// Returns whether the elements fill the memory from the first to the last, in any order of dimensions. Expanded ones
+// count once.
 bool is_dense(const TensorMeta& meta) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (size_t d = 0; d < meta.strides.size(); ++d) {
@@ -188,7 +188,7 @@ class Balancer {
 
   // Indices of places, from the graph's begin to its end; empty if no cut keeps the memory limits.
   std::vector<size_t> find_cuts() const;
-  // The stages between these places.
+  // Returns the stages between these places.
   Balance describe(const std::vector<size_t>& cuts) const;
   size_t num_places() const { return places_.size(); }
 

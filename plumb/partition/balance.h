@@ -19,7 +19,7 @@ struct BalanceOptions {
   double bytes_per_second = 1e10;
   // Bytes a stage may need; one entry a stage, or one for all; empty: no limit.
   std::vector<int64_t> memory_limits;
-  // Bytes of a parameter, its gradient and the optimiser's state, as a multiple of the parameter's bytes (4: AdamW).
+  // Bytes of a parameter, its gradient and the optimizer's state, as a multiple of the parameter's bytes (4: AdamW).
   double bytes_per_parameter_byte = 4;
   // Microbatches whose activations a stage holds at once; default: as in 1F1B, stages - stage.
   std::function<int(int stage)> in_flight;
@@ -42,13 +42,13 @@ struct Balance {
   std::vector<BalancedStage> stages;
   double slowest() const;
   double total() const;
-  // A table, one stage a line, with each stage's share.
+  // Returns a table, one stage a line, with each stage's share.
   std::string report() const;
   // Cuts there: options for pipeline().
   SplitOptions options;
 };
 
-// Dynamic programming over the places between neighbouring operators: minimises the slowest stage's forward, backward
+// Dynamic programming over the places between neighboring operators: minimizes the slowest stage's forward, backward
 // and communication within the memory limits. Never cuts through memory that is written (see split.h), and through
 // values with gaps in their memory (a part of a split) only if there are too few other places. Throws
 // Error(Partition) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "plumb/partition/describe_cut.h"
-#include "plumb/partition/testing.h"
+#include "plumb/partition/partition_testing.h"
 
 namespace plumb {
 namespace {
@@ -40,7 +40,7 @@ std::vector<size_t> ops(const Balance& b) {
   return n;
 }
 
-// The best by trying every cut.
+// Returns the best by trying every cut.
 double best_of_all(const std::vector<double>& seconds, size_t stages) {
   double best = 1e30;
   std::vector<size_t> cut(stages - 1);
@@ -141,7 +141,7 @@ TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
   }
 }
 
-// As a router does: it chooses by the values of a tensor with a gradient, without grad mode.
+// A router chooses by the values of a tensor with a gradient, without grad mode.
 TEST(Balance, MeasuresAndCutsAroundViewsMadeWithoutGradMode) {
   State state;
   parameter(state, "gate.weight", {4, 4});

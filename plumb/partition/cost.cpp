@@ -19,7 +19,7 @@ namespace {
 
 using c10::IValue;
 
-// A view, by its schema; those that only may hand an input back (einsum, norms) compute.
+// Returns whether a node is a view by its schema. Operators that only may return an input (einsum, norms) compute.
 bool moves_only(const Node& node) {
   if (!node.is_call()) return true;
   const auto& returns = node.schema().returns();
@@ -102,7 +102,7 @@ ValueMetas collect_metas(const GraphModule& module, const std::vector<IValue>& i
   std::vector<IValue> meta_inputs;
   for (const IValue& v : inputs) meta_inputs.push_back(v.isTensor() ? IValue(to_meta(v.toTensor())) : v);
   GraphModule twin(module.graph().clone(), std::move(state), module.in_spec(), module.out_spec());
-  // Factories make their tensors where they were told to: on the meta device here.
+  // Factories make their tensors on the device that an argument names: the meta device here.
   for (Node* node : twin.graph().nodes()) {
     if (!node->is_call()) continue;
     for (const auto& argument : node->schema().arguments()) {
@@ -172,7 +172,7 @@ struct TimedRun {
   std::vector<bool> wants_gradient;  // of the results
 };
 
-// One forward and one backward of a node, on leaves that want gradients as its inputs did.
+// Runs one forward and one backward of a node, on leaves that want gradients as its inputs did.
 TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
   std::vector<IValue> leaves;
   std::vector<at::Tensor> wanted;
@@ -193,7 +193,7 @@ TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
   for (const IValue& v : out) {
     timed.wants_gradient.push_back(false);
     if (!v.isTensor() || !v.toTensor().defined() || !v.toTensor().requires_grad()) continue;
-    // A view made without grad mode says that it requires a gradient, as its base does, and has none to hand on.
+    // A view made without grad mode says that it requires a gradient, as its base does, and passes none on.
     if (!torch::autograd::impl::gradient_edge(v.toTensor()).function) continue;
     timed.wants_gradient.back() = true;
     roots.push_back(v.toTensor());

@@ -31,7 +31,7 @@ Balance describe_cut(const Pipe& pipe, const BalanceOptions& options) {
     }
     int messages = 0;
     for (const StageInputPort& port : pipe.stage_inputs(s)) {
-      if (port.source.is_pipeline_input()) continue;
+      if (port.source.is_model_input()) continue;
       stage.bytes_in += bytes_of(port.meta);
       ++messages;
     }

@@ -6,8 +6,8 @@
 
 namespace plumb {
 
-// One entry a stage, from its shapes (estimate_cost), with what crosses its boundaries and the memory it needs, as
-// balance() counts them; `options` gives the rates. Throws Error(InvalidArgument) if a graph has no shapes.
+// Returns one entry a stage, from its shapes (estimate_cost), with what crosses its boundaries and the memory it needs,
+// as balance() counts them; `options` gives the rates. Throws Error(InvalidArgument) if a graph has no shapes.
 Balance describe_cut(const Pipe& pipe, const BalanceOptions& options = {});
 
 }  // namespace plumb

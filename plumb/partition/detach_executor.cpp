@@ -47,7 +47,7 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
     std::vector<c10::IValue> values;
     for (const StageInputPort& in : table.stages[s].inputs) {
       c10::IValue v =
-          in.source.is_pipeline_input() ? inputs[in.source.index] : runs[in.source.stage].outputs[in.source.index];
+          in.source.is_model_input() ? inputs[in.source.index] : runs[in.source.stage].outputs[in.source.index];
       if (table.crosses_rounded(in.source) && v.isTensor() && v.toTensor().defined()) {
         const bool asks = v.toTensor().requires_grad();
         v = over_the_wire(v.toTensor().detach(), table.wire).requires_grad_(asks);

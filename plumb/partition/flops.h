@@ -9,9 +9,9 @@ namespace plumb {
 
 using ValueMetas = std::unordered_map<const Value*, TensorMeta>;
 
-// Of the forward; a multiply and an add count as two. Contractions and recurrent layers count their products (which
-// these are, the table of operator facts says), everything else one for each element of its results, lookups nothing. A
-// value without meta counts as empty.
+// Returns the forward's floating-point operations; a multiply and an add count as two. Contractions and recurrent
+// layers (as in the table of operator facts) count their products, everything else one for each element of its results,
+// lookups nothing. A value without meta counts as empty.
 double flops_of(const Node& node, const ValueMetas& metas);
 
 }  // namespace plumb

@@ -3,14 +3,14 @@
 #include <gtest/gtest.h>
 
 #include "plumb/partition/cost.h"
-#include "plumb/partition/testing.h"
+#include "plumb/partition/partition_testing.h"
 
 namespace plumb {
 namespace {
 
 using partition_testing::model;
 
-// Of the node in the last line: "%y: f32[...] = op(...)".
+// Returns the operations of the node in the last line: "%y: f32[...] = op(...)".
 double flops(const std::string& placeholders, const std::string& call) {
   std::string text = "graph {\n";
   std::istringstream lines(placeholders);

@@ -20,9 +20,9 @@ class MemorySets {
 
   MemorySets(const Graph& graph, const State& state);
 
-  // One for each class that some node writes. Memory in no set may be copied freely.
+  // Returns one for each class that some node writes. Memory in no set may be copied freely.
   const std::vector<Set>& written() const { return written_; }
-  // The written set that holds a value, or null.
+  // Returns the written set that holds a value, or null.
   const Set* written_set(const Value* value) const;
 
  private:
@@ -31,7 +31,7 @@ class MemorySets {
 };
 
 // Lets every use after an in-place operator take the operator's result instead of the value it wrote: the same tensor,
-// said in SSA. Answers whether anything changed.
+// in SSA form. Returns whether anything changed.
 bool rename_after_writes(Graph& graph);
 
 }  // namespace plumb

@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "plumb/partition/memory_sets.h"
-#include "plumb/partition/testing.h"
+#include "plumb/partition/partition_testing.h"
 
 namespace plumb {
 namespace {
@@ -126,7 +126,7 @@ TEST(Memory, BatchNormUsedInTwoStagesIsRefused) {
 }
 
 TEST(Memory, ACutMovesToTheFartherSideIfAStageVanishesAtTheNearer) {
-  // What the buffer was is read in a stage, and it is written in the next: both belong into one.
+  // One stage reads the buffer's old value, the next writes it: both belong into one.
   State state;
   state.add({"history", AttrKind::Buffer, ones_there({3, 4})});
   const std::string text =

@@ -10,8 +10,9 @@
 
 namespace plumb {
 
-// Device arguments of operators that make or move tensors, and the devices in the values' metadata, nested graphs too.
-// The state is the caller's to move: see Pipe::move_stage, which does both. Answers whose device arguments changed.
+// Rewrites device arguments of operators that make or move tensors, and the devices in the values' metadata, nested
+// graphs too. The caller moves the state: see Pipe::move_stage, which does both. Returns the names of nodes whose
+// device arguments changed.
 std::vector<std::string> rewrite_devices(Graph& graph, at::Device device);
 
 }  // namespace plumb

@@ -13,14 +13,13 @@
 namespace plumb {
 namespace {
 
-// A stage's inputs, from the flat inputs and the earlier stages' outputs.
+// Returns a stage's inputs, from the flat inputs and the earlier stages' outputs.
 std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue>& inputs,
                                 const std::vector<std::vector<c10::IValue>>& made) {
   std::vector<c10::IValue> values;
   values.reserve(io.inputs.size());
   for (const StageInputPort& in : io.inputs) {
-    c10::IValue value =
-        in.source.is_pipeline_input() ? inputs[in.source.index] : made[in.source.stage][in.source.index];
+    c10::IValue value = in.source.is_model_input() ? inputs[in.source.index] : made[in.source.stage][in.source.index];
     // Stages may live on different devices.
     if (in.meta && value.isTensor() && value.toTensor().defined() && value.toTensor().device() != in.meta->device) {
       value = value.toTensor().to(in.meta->device);
@@ -41,8 +40,8 @@ std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table,
   for (size_t s = 0; s < stages.size(); ++s) {
     std::vector<Arg> args;
     for (const StageInputPort& in : table.stages[s].inputs) {
-      args.push_back(in.source.is_pipeline_input() ? inputs[in.source.index]
-                                                   : calls[in.source.stage]->result(in.source.index));
+      args.push_back(in.source.is_model_input() ? inputs[in.source.index]
+                                                : calls[in.source.stage]->result(in.source.index));
     }
     // The nested graph is the stage's own, kept alive by its module.
     std::shared_ptr<Graph> graph(stages[s], &stages[s]->graph());
@@ -115,7 +114,7 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
                 str("the pipe takes ", table_.num_inputs, " inputs, got ", inputs.size()));
   }
   std::vector<std::vector<c10::IValue>> made(stages_.size());
-  std::set<PortSource> crossed;
+  std::set<ValueSource> crossed;
   for (size_t s = 0; s < stages_.size(); ++s) {
     for (const StageInputPort& in : table_.stages[s].inputs) {
       if (!table_.crosses_rounded(in.source)) continue;
@@ -127,7 +126,7 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
     made[s] = stages_[s]->run(gather(table_.stages[s], inputs, made));
     // A value whose last user has run is of no use any more.
     for (const StageInputPort& in : table_.stages[s].inputs) {
-      if (in.source.is_pipeline_input()) continue;
+      if (in.source.is_model_input()) continue;
       const auto& uses = table_.stages[in.source.stage].outputs[in.source.index].consumers;
       if (uses.back().stage == static_cast<int>(s)) made[in.source.stage][in.source.index] = c10::IValue();
     }
@@ -195,7 +194,7 @@ State Pipe::merge_state_dict() const {
       throw Error(ErrorKind::InvalidState,
                   str("the copies of '", first_name, "' in stage ", first_stage, " and of '", name, "' in stage ", s,
                       " differ"),
-                  "", "sum the gradients of replicated_params() over their stages before every optimiser step");
+                  "", "sum the gradients of replicated_params() over their stages before every optimizer step");
     }
   }
   State merged;
@@ -208,7 +207,7 @@ State Pipe::merge_state_dict() const {
 
 std::shared_ptr<GraphModule> Pipe::merge() const {
   auto module = std::make_shared<GraphModule>(whole_->clone(), merge_state_dict(), in_spec_, out_spec_);
-  module->set_made_in_training(stages_.front()->is_training());
+  module->copy_mode(*stages_.front());
   return module;
 }
 

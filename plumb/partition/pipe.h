@@ -26,7 +26,7 @@ struct BackwardResult {
 
 class Pipe {
  public:
-  // pipeline() makes these. Of the original's state only tensors that no stage uses are kept here.
+  // Made by pipeline(). The original's tensors are kept here only if no stage uses them.
   struct Origin {
     std::string name;
     AttrKind kind;
@@ -45,7 +45,7 @@ class Pipe {
   const std::vector<StageInputPort>& stage_inputs(int index) const;
   const std::vector<StageOutputPort>& stage_outputs(int index) const;
   const PipeTable& table() const { return table_; }
-  // The original's input names and structure.
+  // Returns the original's input names and structure.
   const std::vector<std::string>& input_names() const { return input_names_; }
   const TreeSpec& in_spec() const { return in_spec_; }
   const TreeSpec& out_spec() const { return out_spec_; }
@@ -57,7 +57,7 @@ class Pipe {
   c10::IValue forward(std::vector<c10::IValue> args,
                       std::vector<std::pair<std::string, c10::IValue>> kwargs = {}) const;
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;  // flat
-  // Every parameter of every stage, each tensor once.
+  // Returns every parameter of every stage, each tensor once.
   std::vector<at::Tensor> parameters() const;
   void train(bool on = true);
 
@@ -73,20 +73,20 @@ class Pipe {
 
   // --- state ---
   const std::vector<ReplicatedParam>& replicated_params() const { return table_.replicated; }
-  // The whole model's state, names and order as in the original, tied names tied, tensors shared with the stages.
-  // Throws Error(InvalidState) naming the parameter and stages if copies of a replicated parameter differ.
+  // Returns the whole model's state, names and order as in the original, tied names tied, tensors shared with the
+  // stages. Throws Error(InvalidState) naming the parameter and stages if copies of a replicated parameter differ.
   State merge_state_dict() const;
-  // The undivided graph with that state.
+  // Returns the undivided graph with that state.
   std::shared_ptr<GraphModule> merge() const;
 
   // Moves one stage, or all: state, shapes' devices, and device arguments of operators that at capture made or moved
-  // tensors. Tensors are replaced: make optimisers afterwards.
+  // tensors. Tensors are replaced: make optimizers afterwards.
   void move_stage(int index, at::Device device);
   void to(at::Device device);
 
   // Top graph, ports, stages and backward as text.
   std::string print_readable() const;
-  // The text of one stage's graph.
+  // Returns the text of one stage's graph.
   std::string stage_text(int index) const;
 
  private:

@@ -5,9 +5,9 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/balance.h"
+#include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
-#include "plumb/partition/testing.h"
 
 namespace plumb {
 namespace {
@@ -50,7 +50,7 @@ TEST(Pipe, ForwardTrainsThroughAllStages) {
 }
 
 TEST(Pipe, RunsTheWorkOfAnyCallerOfTheTable) {
-  // What a runtime does: only stages and the table.
+  // Runs stages by the table alone, as a runtime does.
   auto whole = gpt(3, false, true);
   auto pipe = pipeline(*whole);
   const PipeTable& table = pipe->table();
@@ -59,8 +59,8 @@ TEST(Pipe, RunsTheWorkOfAnyCallerOfTheTable) {
   for (int s = 0; s < table.num_stages(); ++s) {
     std::vector<c10::IValue> in;
     for (const auto& port : table.stages[s].inputs) {
-      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index]
-                                                   : made[port.source.stage][port.source.index]);
+      in.push_back(port.source.is_model_input() ? inputs[port.source.index]
+                                                : made[port.source.stage][port.source.index]);
     }
     made.push_back(pipe->stage(s)->run(in));
   }
@@ -174,8 +174,8 @@ TEST(StageBytes, AStageComesBackWhole) {
     }
     std::vector<c10::IValue> in;
     for (const auto& port : package.table.stages[s].inputs) {
-      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index]
-                                                   : made[port.source.stage][port.source.index]);
+      in.push_back(port.source.is_model_input() ? inputs[port.source.index]
+                                                : made[port.source.stage][port.source.index]);
     }
     made.push_back(package.module->run(in));
   }
@@ -239,6 +239,22 @@ TEST(StageBytes, RefuseOperatorsThatAreNoTensorArithmetic) {
     const std::string bytes = serialize_stage(*pipeline(module), 0);
     EXPECT_THAT(message_of([&] { deserialize_stage(bytes); }), HasSubstr("may not stand in a file")) << call;
   }
+}
+
+TEST(StageBytes, StagesAndTheirBytesKeepTheModeThatTheForwardReads) {
+  auto whole = gpt(2, true, true);
+  whole->set_made_in_training(false);
+  whole->set_mode_read_at("model.py:3");
+  auto pipe = pipeline(*whole);
+  const StagePackage back = deserialize_stage(serialize_stage(*pipe, 0));
+  for (const auto& module : {pipe->stage(0), back.module, pipe->merge()}) {
+    EXPECT_FALSE(module->is_training());
+    EXPECT_THAT(message_of([&] { module->train(); }),
+                testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
+  }
+  whole->set_made_in_training(true);
+  whole->set_mode_read_at("");
+  deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->eval();
 }
 
 TEST(StageBytes, RefuseHeadersThatAreNestedDeep) {

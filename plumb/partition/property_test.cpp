@@ -3,8 +3,8 @@
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
+#include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
-#include "plumb/partition/testing.h"
 
 namespace plumb {
 namespace {
@@ -126,7 +126,7 @@ SplitOptions random_options() {
   return options;
 }
 
-// Null if the split is refused, which only memory may cause.
+// Returns null if the split is refused, which only memory may cause.
 std::shared_ptr<Pipe> try_pipeline(const GraphModule& module, const SplitOptions& options) {
   try {
     return pipeline(module, options);

@@ -70,7 +70,7 @@ std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes) 
 std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::vector<std::string>& values) {
   auto copy =
       std::make_shared<GraphModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
-  copy->set_made_in_training(module.is_training());
+  copy->copy_mode(module);
   Graph& graph = copy->graph();
   for (Node* node : graph.nodes()) {
     if (is_pipe_split(*node)) graph.erase(node);

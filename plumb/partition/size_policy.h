@@ -10,14 +10,14 @@
 
 namespace plumb {
 
-// `stages` stages of about the same size. Answers the values whose operators come after the cuts: fewer if the graph
-// has fewer operators with parameters. Throws Error(InvalidArgument) for less than one stage.
+// Cuts into `stages` stages of about the same size. Returns the values whose operators come after the cuts: fewer if
+// the graph has fewer operators with parameters. Throws Error(InvalidArgument) for less than one stage.
 std::vector<std::string> cuts_of_equal_size(const GraphModule& module, int stages);
 // Stages of at most `bytes` bytes; one operator's own may be more.
 std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes);
 
-// The module with marks (plumb::pipe_split) before the operators that make these values, and no others: what pipeline()
-// cuts. Throws Error(UnknownName) for a value that the graph does not have.
+// Returns the module with marks (plumb::pipe_split) before the operators that make these values, and no others: what
+// pipeline() cuts. Throws Error(UnknownName) for a value that the graph does not have.
 std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::vector<std::string>& values);
 
 }  // namespace plumb

@@ -47,7 +47,7 @@ class Cutter {
   void unify_transmitted();
   void find_owners();
   int stage_of(const Node* node) const;
-  // The stage that computes a value, or owns it.
+  // Returns the stage that computes a value, or owns it.
   int maker_of(const Value* v) const { return owner_.count(v) ? owner_.at(v) : stage_of(v->producer()); }
   void note_needs();
   void need(int stage, const Value* v);
@@ -102,7 +102,7 @@ void Cutter::unify_transmitted() {
 
 int Cutter::stage_of(const Node* node) const {
   auto it = a_.stage.find(node);
-  return it == a_.stage.end() ? PortSource::kPipelineInput : it->second;
+  return it == a_.stage.end() ? ValueSource::kModelInput : it->second;
 }
 
 void Cutter::find_owners() {
@@ -154,16 +154,16 @@ void Cutter::number_ports() {
 
 void Cutter::add_placeholders(int stage) {
   Draft& draft = drafts_[stage];
-  auto source = [&](const Value* v) -> PortSource {
-    if (v->producer()->kind() == NodeKind::Placeholder) return {PortSource::kPipelineInput, input_index_.at(v)};
+  auto source = [&](const Value* v) -> ValueSource {
+    if (v->producer()->kind() == NodeKind::Placeholder) return {ValueSource::kModelInput, input_index_.at(v)};
     return {maker_of(v), port_.at(v)};
   };
-  std::vector<std::pair<PortSource, const Value*>> inputs;
+  std::vector<std::pair<ValueSource, const Value*>> inputs;
   for (const Value* v : draft.needs) inputs.emplace_back(source(v), v);
   std::ranges::sort(inputs);
   auto& ports = table_.stages[stage].inputs;
   for (const auto& [from, v] : inputs) {
-    const std::string name = from.is_pipeline_input() ? v->producer()->target() : v->name();
+    const std::string name = from.is_model_input() ? v->producer()->target() : v->name();
     Value* here = draft.graph.placeholder(name, v->meta(), v->type())->result();
     if (here->name() != v->name()) here->rename(v->name());
     draft.local.emplace(v, here);
@@ -171,13 +171,13 @@ void Cutter::add_placeholders(int stage) {
     if (const auto* set = memory_->written_set(v)) {
       for (const Node* w : set->writers) written = written || stage_of(w) == stage;
     }
-    if (!from.is_pipeline_input())
+    if (!from.is_model_input())
       table_.stages[from.stage].outputs[from.index].consumers.push_back({stage, ports.size()});
     ports.push_back({from, v->name(), v->type(), v->meta(), written});
   }
 }
 
-// The stage's own value for a value of the whole: made on demand for get_attr and copied nodes.
+// Returns the stage's own value for a value of the whole: made on demand for get_attr and copied nodes.
 Arg Cutter::local(int stage, Value* v) {
   Draft& draft = drafts_[stage];
   if (auto it = draft.local.find(v); it != draft.local.end()) return it->second;
@@ -296,7 +296,7 @@ std::vector<std::shared_ptr<GraphModule>> Cutter::make_modules() {
     auto module =
         std::make_shared<GraphModule>(std::move(draft.graph), std::move(state),
                                       TreeSpec::positional_inputs(table_.stages[s].inputs.size()), std::move(out));
-    module->set_made_in_training(module_.is_training());
+    module->copy_mode(module_);
     modules.push_back(std::move(module));
   }
   return modules;

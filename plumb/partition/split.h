@@ -1,16 +1,13 @@
 // Cuts a graph into pipeline stages: at `pipe_split` marks, at modules, or by a policy.
 //
 // Every split equals the whole bit for bit: outputs, gradients, buffers. To that end
-//   - a value used further than the next stage goes straight from the stage that makes it to each that uses it, an
-//   input of
-//     the graph straight to each stage that uses it; outputs of earlier stages are handed through the last stage;
+//   - a value goes straight from the stage that makes it to each stage that uses it, an input of the graph straight to
+//     each stage that uses it; outputs of earlier stages pass through the last stage;
 //   - parameters, buffers and constants are taken by each stage that uses them (see MultiUse); cheap deterministic
-//   nodes
-//     that depend on no input and no parameter (arange, full, masks made of them) are copied instead of sent;
+//     nodes that depend on no input and no parameter (arange, full, masks made of them) are copied instead of sent;
 //   - a view of a parameter is taken in the stage that uses it;
-//   - memory that is written is cut only where every stage still sees what it would have seen in the whole; otherwise
-//   the
-//     cut moves to the nearest place where that is so, or, if a stage would vanish, an Error names both nodes.
+//   - memory that is written is cut only where every stage still sees the values of the whole; otherwise the cut moves
+//     to the nearest such place or, if a stage would vanish, an Error names both nodes.
 #pragma once
 
 #include <functional>
@@ -32,7 +29,7 @@ enum class SplitPoint { Beginning, End };
 
 // How stages share a parameter that several of them use.
 enum class MultiUse {
-  Replicate,  // each stage has a copy; gradients are summed before the optimiser's step
+  Replicate,  // each stage has a copy; gradients are summed before the optimizer's step
   Transmit,   // the first stage that uses it owns it and sends it with every microbatch
 };
 
@@ -49,7 +46,7 @@ struct SplitOptions {
   // every stage (as balance() counts them). The graph's marks are not looked at then.
   std::vector<size_t> cut_before;
   // Instead of marks and points: the stage of every operator, from 0. Values may only go to the same or a later stage.
-  // Numbers that no node has are closed up. If the stages are not runs of neighbouring nodes, outputs are still equal
+  // Numbers that no node has are closed up. If the stages are not runs of neighboring nodes, outputs are still equal
   // bit for bit, gradients up to the order in which the uses of one value are summed.
   std::function<int(const Node&)> policy;
 
@@ -74,7 +71,7 @@ std::shared_ptr<Pipe> pipeline(const GraphModule& module, const SplitOptions& op
 
 // The flat output that a loss spec marks. Throws Error(StructureMismatch) if the structures differ or none is marked.
 size_t find_loss_output(const TreeSpec& outputs, const c10::IValue& loss_spec);
-// The output under the key "loss", if the outputs are a dict with one.
+// Returns the output under the key "loss", if the outputs are a dict with one.
 std::optional<size_t> find_loss_by_name(const TreeSpec& outputs);
 
 }  // namespace plumb

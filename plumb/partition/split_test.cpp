@@ -3,9 +3,9 @@
 #include <gmock/gmock.h>
 #include <torch/library.h>
 
+#include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/size_policy.h"
-#include "plumb/partition/testing.h"
 
 TORCH_LIBRARY_FRAGMENT(pippy, m) {
   m.def("_pipe_split() -> ()", []() {});
@@ -33,8 +33,8 @@ TEST(Split, GptAtMarksEqualsTheWhole) {
   EXPECT_TRUE(pipe->notes().empty());
   // Targets go straight to the last stage, tokens to the first.
   ASSERT_EQ(pipe->stage_inputs(0).size(), 1u);
-  EXPECT_EQ(pipe->stage_inputs(0)[0].source, (PortSource{PortSource::kPipelineInput, 0}));
-  EXPECT_EQ(pipe->stage_inputs(3)[0].source, (PortSource{PortSource::kPipelineInput, 1}));
+  EXPECT_EQ(pipe->stage_inputs(0)[0].source, (ValueSource{ValueSource::kModelInput, 0}));
+  EXPECT_EQ(pipe->stage_inputs(3)[0].source, (ValueSource{ValueSource::kModelInput, 1}));
   EXPECT_THAT(pipe->stage(1)->state().names(AttrKind::Parameter), testing::Each(testing::StartsWith("blocks.1.")));
   EXPECT_EQ(pipe->stage(1)->state().size(), 12u);
 }

@@ -101,6 +101,7 @@ std::string serialize_stage(const Pipe& pipe, int index) {
               {"index", index},
               {"graph", to_string(module.graph())},
               {"training", module.is_training()},
+              {"mode_read_at", module.mode_read_at()},
               {"in_spec", module.in_spec().to_json()},
               {"out_spec", module.out_spec().to_json()},
               {"table", pipe.table().to_json()},
@@ -194,6 +195,7 @@ StagePackage deserialize_stage(std::string_view bytes) {
       bad("its graph does not fit its table");
     }
     package.module->set_made_in_training(header.at("training").get<bool>());
+    package.module->set_mode_read_at(header.value("mode_read_at", ""));  // older bytes have none
     return package;
   } catch (const json::exception& e) {
     bad(std::string("its header cannot be read: ") + e.what());

@@ -11,7 +11,7 @@
 #include "plumb/graph/summary.h"
 #include "plumb/partition/wire.h"
 
-// How the parts of a table that JSON does not know are written. What is read may come from anywhere.
+// Text of those parts of a table that JSON does not know. The text that is read may come from anywhere.
 namespace nlohmann {
 
 template <class T>
@@ -67,7 +67,7 @@ struct adl_serializer<c10::IValue> {
     } else if (v.isString()) {
       j = v.toStringRef();
     } else if (v.isDouble()) {
-      // As text: JSON has no NaN and infinities.
+      // As text, because JSON has no NaN and infinities.
       j = {{"float", c10::str(v.toDouble())}, {"bits", std::bit_cast<int64_t>(v.toDouble())}};
     } else {
       throw plumb::Error(plumb::ErrorKind::Unsupported,
@@ -89,7 +89,7 @@ struct adl_serializer<c10::IValue> {
 namespace plumb {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorMeta, dtype, sizes, strides, device, requires_grad, symbols)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortSource, stage, index)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ValueSource, stage, index)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortUse, stage, input)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageInputPort, source, name, type, meta, written)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageOutputPort, name, type, meta, consumers, pipeline_output, as_it_is)
@@ -121,10 +121,9 @@ void check(const PipeTable& table) {
   };
   for (int s = 0; s < table.num_stages(); ++s) {
     for (const StageInputPort& in : table.stages[s].inputs) {
-      require(in.source.stage >= PortSource::kPipelineInput && in.source.stage < s,
+      require(in.source.stage >= ValueSource::kModelInput && in.source.stage < s,
               str("an input of stage ", s, " comes from stage ", in.source.stage));
-      const size_t ports =
-          in.source.is_pipeline_input() ? table.num_inputs : table.stages[in.source.stage].outputs.size();
+      const size_t ports = in.source.is_model_input() ? table.num_inputs : table.stages[in.source.stage].outputs.size();
       require(in.source.index < ports, "'" + in.name + "' comes from a port that is not there");
     }
     for (const StageOutputPort& out : table.stages[s].outputs) {
@@ -149,8 +148,8 @@ std::string PipeTable::to_string() const {
     text += str("stage ", s, "\n");
     for (const StageInputPort& in : stages[s].inputs) {
       text += str("  in   %", in.name, ": ", shown(in.meta, in.type), " from ",
-                  in.source.is_pipeline_input() ? "input " : str("stage ", in.source.stage, " output "),
-                  in.source.index, in.written ? " (written)" : "", "\n");
+                  in.source.is_model_input() ? "input " : str("stage ", in.source.stage, " output "), in.source.index,
+                  in.written ? " (written)" : "", "\n");
     }
     for (const StageOutputPort& out : stages[s].outputs) {
       text += "  out  %" + out.name + ": " + shown(out.meta, out.type);

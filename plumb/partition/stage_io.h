@@ -13,17 +13,17 @@
 namespace plumb {
 
 // The source of a value: output `index` of a stage, or input `index` (flat) of the whole graph.
-struct PortSource {
-  static constexpr int kPipelineInput = -1;
-  int stage = kPipelineInput;
+struct ValueSource {
+  static constexpr int kModelInput = -1;
+  int stage = kModelInput;
   size_t index = 0;
-  bool is_pipeline_input() const { return stage == kPipelineInput; }
-  auto operator<=>(const PortSource&) const = default;
+  bool is_model_input() const { return stage == kModelInput; }
+  auto operator<=>(const ValueSource&) const = default;
 };
 
 // One input of a stage; values come straight from the stage that makes them, however many stages lie between.
 struct StageInputPort {
-  PortSource source;
+  ValueSource source;
   std::string name;  // the value's name in the whole graph
   ValueType type = ValueType::Tensor;
   std::optional<TensorMeta> meta;
@@ -70,7 +70,7 @@ struct PipelineOutput {
 };
 
 // A parameter held by several stages: stage -> its name there (tied weights may have two names). Its gradients have to
-// be summed over the copies before the optimiser's step.
+// be summed over the copies before the optimizer's step.
 using ReplicatedParam = std::map<int, std::string>;
 
 // The whole picture: what a rank has to know of the other stages.
@@ -83,11 +83,11 @@ struct PipeTable {
   std::optional<size_t> loss_output;  // flat output that is the loss, if a loss spec was given
 
   int num_stages() const { return static_cast<int>(stages.size()); }
-  // Whether the value of this source is rounded on its way.
-  bool crosses_rounded(const PortSource& source) const {
-    return wire && !source.is_pipeline_input() && stages[source.stage].outputs[source.index].as_it_is.empty();
+  // Returns whether the value of this source is rounded on its way.
+  bool crosses_rounded(const ValueSource& source) const {
+    return wire && !source.is_model_input() && stages[source.stage].outputs[source.index].as_it_is.empty();
   }
-  // One line an input and output, for people.
+  // Returns one line an input and output, for people.
   std::string to_string() const;
   // For sending; from_json throws Error(BadFile) that names what is wrong.
   std::string to_json() const;

@@ -12,6 +12,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/move.h"
 
@@ -43,7 +44,7 @@ at::Tensor resized(const at::Tensor& t, const std::vector<int64_t>& sizes) {
   return at::empty_strided(out.sizes(), strides, out.options()).copy_(out).set_requires_grad(t.requires_grad());
 }
 
-// What two cuts for different sizes have in common: no sizes, and no names where those may differ.
+// Returns what two cuts for different sizes have in common: no sizes, and no names where those may differ.
 template <class Port>
 Port without_sizes(Port port, bool names) {
   if (!names) port.name.clear();
@@ -53,7 +54,7 @@ Port without_sizes(Port port, bool names) {
   return port;
 }
 
-// The model's inputs that stage `index` or a stage before it in the flow of values takes.
+// Returns the model's inputs that stage `index` or a stage before it in the flow of values takes.
 std::set<size_t> inputs_before(const PipeTable& table, int index) {
   std::set<size_t> found;
   std::vector<int> stages{index};
@@ -63,7 +64,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
     stages.pop_back();
     if (!seen.insert(s).second) continue;
     for (const StageInputPort& port : table.stages[s].inputs) {
-      if (port.source.is_pipeline_input()) {
+      if (port.source.is_model_input()) {
         found.insert(port.source.index);
       } else {
         stages.push_back(port.source.stage);
@@ -73,7 +74,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
   return found;
 }
 
-// The device that a stage was moved to since it was cut, if it was.
+// Returns the device that a stage was moved to since it was cut, if it was.
 std::optional<at::Device> moved_to(const GraphModule& now, const StageIO& io) {
   size_t i = 0;
   for (const Node* in : now.graph().placeholders()) {
@@ -237,10 +238,11 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
   const std::string what = str("stage ", index, " needs a graph for ", describe(inputs));
   std::shared_ptr<Pipe> pipe;
   try {
-    // As at the cut, whatever runs around the stage: evaluation, a mixed region, the recomputation of cheap results.
+    // The modes of the cut, no matter what runs around the stage: evaluation, a mixed region, the recomputation of
+    // cheap results.
     const c10::InferenceMode outside(false);
     const at::AutoGradMode grad(true);
-    const c10::impl::ExcludeDispatchKeyGuard unnoticed(c10::DispatchKey::TESTING_ONLY_GenericWrapper);
+    const c10::impl::ExcludeDispatchKeyGuard unnoticed(kRecomputeKey);
     struct Restore {
       Ambient before = Ambient::now();
       ~Restore() { before.set(); }
@@ -302,7 +304,7 @@ std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes
   }
   auto module = std::make_shared<GraphModule>(made.graph.clone(), std::move(state), made.in_spec, made.out_spec);
   if (device) rewrite_devices(module->graph(), *device);
-  module->set_made_in_training(now.is_training());
+  module->copy_mode(now);
   return module;
 }
 

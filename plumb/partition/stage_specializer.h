@@ -24,14 +24,15 @@ namespace plumb {
 
 // The sizes of those of a model's flat inputs that are known, by the input's number.
 using ModelSizes = std::map<size_t, std::vector<int64_t>>;
-// On their way between stages: number, dimensions and sizes, input by input.
+// Returns the sizes as they travel between stages: number, dimensions and sizes, input by input.
 std::vector<int64_t> pack_sizes(const ModelSizes& sizes);
 // Throws Error(StructureMismatch) for numbers that are no such row.
 ModelSizes unpack_sizes(at::IntArrayRef row);
 
 class StageSpecializer {
  public:
-  // Captures the model for these flat inputs and cuts it as the pipe was cut. Null: the model no longer exists.
+  // Captures the model for these flat inputs and cuts it as the pipe was cut. Returns null if the model no longer
+  // exists.
   using Cut = std::function<std::shared_ptr<Pipe>(const std::vector<c10::IValue>& inputs)>;
 
   // `example`: flat inputs as those the pipe was captured with; it is tiled or narrowed to other sizes. `same_names`:
@@ -41,13 +42,17 @@ class StageSpecializer {
   ~StageSpecializer();
   StageSpecializer(const StageSpecializer&) = delete;
 
-  // A graph of stage `index` for these sizes, with the parameters and buffers of `now` (the stage as it was cut, and
-  // moved since) and in its mode. An input of the model that is known neither here nor at a stage before is taken to
-  // follow the others: it matters to later stages alone. Throws Error(InvalidArgument) that names the sizes and says
-  // why: the model is gone, does not take them, or is cut otherwise with them. Leaves the model as it is. Thread-safe.
+  // Returns a graph of stage `index` for these sizes, with the parameters and buffers of `now` (the stage as it was
+  // cut, and moved since) and in its mode. An input of the model that is known neither here nor at a stage before is
+  // taken to follow the others: it matters to later stages alone. Leaves the model as it is. Thread-safe.
+  //
+  // Throws Error(InvalidArgument) for a stage that is not there, Error(TensorMismatch) if an input has another number
+  // of dimensions, Error(InvalidState) if the model is gone, Error(ExecutionFailed) if it does not take the sizes, and
+  // Error(Partition) if it is cut otherwise with them or a stage then uses other parameters. Errors of the capture keep
+  // their kind. All name the sizes.
   std::shared_ptr<GraphModule> stage(int index, const ModelSizes& known, const GraphModule& now);
 
-  // How often the model was captured.
+  // Returns how often the model was captured.
   int captures() const { return captures_; }
 
  private:
@@ -81,7 +86,8 @@ class StageSpecializer {
 namespace specializer_detail {
 
 std::vector<bool> modes_of(const torch::nn::Module& model);
-// Puts the modes, and on its end what they were. Throws Error(InvalidState) if the model has other modules now.
+// Sets the modes, and at the end of the scope the modes of before. Throws Error(InvalidState) if the model has other
+// modules now.
 class WithModes {
  public:
   WithModes(torch::nn::Module& model, const std::vector<bool>& modes);

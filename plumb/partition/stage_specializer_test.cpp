@@ -90,13 +90,16 @@ TEST(StageSpecializer, CapturesAsAtTheCutAndLeavesTheModelAsItIs) {
 
 TEST(StageSpecializer, RefusesWhatItCannotDoAndSaysWhy) {
   Cut cut;
-  const auto stage = [&](std::vector<int64_t> sizes) {
-    return message_of([&] { cut.specializer->stage(1, {{0, std::move(sizes)}}, *cut.pipe->stage(1)); });
+  const auto refuses = [&](int index, std::vector<int64_t> sizes, ErrorKind kind, const char* text) {
+    const Error error = error_of([&] { cut.specializer->stage(index, {{0, std::move(sizes)}}, *cut.pipe->stage(1)); });
+    EXPECT_EQ(error.kind(), kind) << error.what();
+    EXPECT_THAT(error.what(), testing::HasSubstr(text));
   };
-  EXPECT_THAT(stage({2, 5}), testing::HasSubstr("number of dimensions may not change"));
-  EXPECT_THAT(stage({2, 5, 7}), testing::HasSubstr("stage 1 needs a graph for 'x0' f32[2, 5, 7]: "));
+  refuses(2, {2, 5, 4}, ErrorKind::InvalidArgument, "the pipe has no stage 2");
+  refuses(1, {2, 5}, ErrorKind::TensorMismatch, "number of dimensions may not change");
+  refuses(1, {2, 5, 7}, ErrorKind::ExecutionFailed, "stage 1 needs a graph for 'x0' f32[2, 5, 7]: ");
   cut.model = nullptr;
-  EXPECT_THAT(stage({3, 5, 4}), testing::HasSubstr("no longer exists\n  try: keep the model"));
+  refuses(1, {3, 5, 4}, ErrorKind::InvalidState, "no longer exists\n  try: keep the model");
 }
 
 TEST(StageSpecializer, RefusesAModelThatIsCutOtherwise) {
@@ -107,8 +110,9 @@ TEST(StageSpecializer, RefusesAModelThatIsCutOtherwise) {
     auto copy = cut.model;
     return pipeline(*capture(copy, in[0].toTensor()), other);
   });
-  EXPECT_THAT(message_of([&] { specializer.stage(0, {{0, {3, 5, 4}}}, *cut.pipe->stage(0)); }),
-              testing::HasSubstr("the model is cut otherwise"));
+  const Error error = error_of([&] { specializer.stage(0, {{0, {3, 5, 4}}}, *cut.pipe->stage(0)); });
+  EXPECT_EQ(error.kind(), ErrorKind::Partition);
+  EXPECT_THAT(error.what(), testing::HasSubstr("the model is cut otherwise"));
 }
 
 TEST(StageSpecializer, SizesTravelAsOneRow) {

@@ -27,17 +27,17 @@ struct WireOptions {
 // for one that rounds stochastically, as then one process would round otherwise than several.
 void check(const WireFormats& formats);
 
-// Null for "" and "none": as it is. Stays valid.
+// Returns null for "" and "none": as it is. Stays valid.
 const FPFormat* wire_format(const std::string& text);
 
-// Whether values of this dtype are rounded on the wire.
+// Returns whether values of this dtype are rounded on the wire.
 bool has_wire_codes(at::ScalarType dtype);
 
 // `value` as it arrives: rounded to `fwd`, its gradient to `bwd`; recorded by autograd.
 at::Tensor over_the_wire(const at::Tensor& value, const WireFormats& formats);
 
-// The values that cross between stages: formats, names, and sizes and bytes of one microbatch if the sizes are known.
-// Its title has the sum over all values, there and back.
+// Returns the values that cross between stages: formats, names, and sizes and bytes of one microbatch if the sizes are
+// known. Its title has the sum over all values, there and back.
 Report wire_report(const PipeTable& table);
 
 }  // namespace plumb

@@ -8,13 +8,13 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
-#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/no_sigpipe.h"
 
 namespace plumb {
 namespace {
 
-// What the root says of its tensor.
+// The root's description of its tensor.
 struct Announcement {
   std::uint32_t values_sum = 0;  // CRC-32 of the values
   char text[248] = {};           // its dtype and sizes
@@ -56,7 +56,7 @@ class Broadcast {
     const NoSigpipe guard;
     connecting(str(name(group_.rank()), " lost a peer while ", name(root_), " sent a tensor to all"),
                "look at what the other ranks printed",
-               [&] { return group_.state().backend->broadcast(tensors, options)->wait(); });
+               [&] { return group_.backend()->broadcast(tensors, options)->wait(); });
   }
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -94,7 +94,7 @@ std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number) {
   const NoSigpipe guard;
   connecting(str("rank ", group.world_rank(group.rank()), " lost a peer while all told each other a number"),
              "look at what the other ranks printed",
-             [&] { return group.state().backend->allreduce(tensors, options)->wait(); });
+             [&] { return group.backend()->allreduce(tensors, options)->wait(); });
   return tensors[0].item<std::int64_t>();
 }
 

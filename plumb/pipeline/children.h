@@ -61,7 +61,7 @@ class Children {
   ~Children();
   Children(const Children&) = delete;
 
-  // `variables`: on top of this process's own. `inherits`: a descriptor that the child keeps open; -1: none. Raises
+  // `variables`: on top of this process's own. `inherits`: a descriptor that the child keeps open; -1: none. Throws
   // Error(ExecutionFailed) if the program cannot be started.
   int start(const std::string& program, const std::vector<std::string>& arguments,
             const std::vector<std::pair<std::string, std::string>>& variables, int inherits = -1);

@@ -14,7 +14,7 @@
 namespace plumb {
 namespace {
 
-// As a liar's, whose checksums are right.
+// Seals a forged message: its checksums are right.
 void seal_both(at::Tensor& message) {
   char* const base = static_cast<char*>(message.data_ptr());
   wire::Prologue p;

@@ -27,19 +27,19 @@ std::optional<std::string> process_variable(const std::string& name);
 
 // Reads, in this order: RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT (torchrun, and plumb's own launcher,
 // which adds PLUMB_STORE_SOCKET or PLUMB_PROCESS); OMPI_COMM_WORLD_* (Open MPI); PMI_RANK / PMI_SIZE (MPICH, Intel
-// MPI); SLURM_PROCID / SLURM_NTASKS (srun). MASTER_ADDR and MASTER_PORT are honoured under all of them. Without them
+// MPI); SLURM_PROCID / SLURM_NTASKS (srun). MASTER_ADDR and MASTER_PORT are honored under all of them. Without them
 // the address is loopback when all ranks are on this host, SLURM's first host otherwise, and the port is derived from
-// the job's id. None when no launcher is seen. Raises Error(InvalidArgument) that names the variable for values that
+// the job's id. None when no launcher is seen. Throws Error(InvalidArgument) that names the variable for values that
 // make no sense.
 std::optional<RankEnvironment> discover_ranks(const Variables& variables = process_variable);
 
-// Whether plumb's own launcher (launch.h) started this process.
+// Returns whether plumb's own launcher (launch.h) started this process.
 bool started_by_plumb();
 
-// Whether the launcher (torchrun, SLURM) has started the processes of this job before.
+// Returns whether the launcher (torchrun, SLURM) has started the processes of this job before.
 bool launched_again();
 
-// The first host of a SLURM list: "node[007-010,12],gpu3" gives "node007".
+// Returns the first host of a SLURM list: "node[007-010,12],gpu3" gives "node007".
 std::string first_slurm_host(const std::string& list);
 
 }  // namespace plumb

@@ -4,8 +4,8 @@
 #include <torch/torch.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/processes_test.h"
-#include "plumb/pipeline/test_models.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 
@@ -45,7 +45,7 @@ std::string key(int stage, const std::string& name, int step) {
   return "stage" + std::to_string(stage) + "." + name + "@" + std::to_string(step);
 }
 
-// Steps with an optimiser in between; every loss, output, gradient and buffer as text.
+// Steps with an optimizer in between; every loss, output, gradient and buffer as text.
 Values train_pipeline(const TestModel& model, const Schedule& schedule, const ProcessGroup& group, int steps) {
   PipelineOptions options;
   options.loss = model.loss;
@@ -73,7 +73,7 @@ Values train_pipeline(const TestModel& model, const Schedule& schedule, const Pr
   return values;
 }
 
-// The same by plain autograd over the whole model, microbatch after microbatch.
+// Trains by plain autograd over the whole model, microbatch after microbatch.
 Values train_eager(TestModel model, int microbatches, int steps) {
   std::multimap<std::string, int> stage_of;  // of the whole model's parameters
   if (model.make_whole) {
@@ -177,7 +177,7 @@ Values eager_reference(const Case& c) {
   return train_eager(test_model(c.model, c.ranks * c.per_rank), c.microbatches, 3);
 }
 
-// All stages in one process, under GPipe.
+// Trains with all stages in one process, under GPipe.
 Values one_process_reference(const Case& c) {
   const int stages = c.ranks * c.per_rank;
   auto schedule = make_schedule("LoopedBFS", 1, c.microbatches, stages);

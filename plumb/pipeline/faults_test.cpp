@@ -1,4 +1,4 @@
-// What every rank does when one goes wrong: ends by itself, in time, and says which rank, which action and why.
+// Behavior of every rank when one fails: it ends by itself, in time, and says which rank, which action and why.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -7,9 +7,9 @@
 #include <unistd.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/pipeline/transport.h"
 #include "plumb/schedule/generators.h"
 

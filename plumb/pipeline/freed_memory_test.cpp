@@ -13,7 +13,7 @@ namespace plumb {
 namespace {
 
 #ifdef __GLIBC__
-// Whether a block just under glibc's largest threshold still gets a mapping of its own, as in a fresh process.
+// Returns whether a block just under glibc's largest threshold still gets a mapping of its own, as in a fresh process.
 bool maps_large_blocks() {
   const auto before = mallinfo2().hblks;
   void* volatile block = std::malloc(size_t(31) << 20);

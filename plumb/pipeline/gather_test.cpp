@@ -1,11 +1,11 @@
-// What ranks have in parts, brought together: over processes, beside one process that has everything.
+// Gathering over processes, compared with one process that has everything.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {
@@ -42,7 +42,7 @@ Role loss_role("gather_loss", [] {
   return 0;
 });
 
-// The same losses in one process: by replica, then their mean by rows. The weights stay as they are.
+// Returns the same losses in one process: by replica, then their mean by rows. The weights stay as they are.
 std::string expected_loss(int num_stages, int replicas, int step) {
   const auto model = test_model("ragged", num_stages);
   std::map<int, std::shared_ptr<StageFunction>> stages;

@@ -9,7 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
-#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/listen.h"
 #include "plumb/pipeline/no_sigpipe.h"
 

@@ -20,8 +20,8 @@ struct LauncherStore;  // c10d's, which this header does not need
 // The launcher's side.
 class Generations {
  public:
-  // Serves the store for so many processes at a free port of loopback. Raises Error(ExecutionFailed) where there are
-  // too few descriptors for that, Error(Communication) where it fails otherwise.
+  // Serves the store for `processes` processes at a free port of loopback. Throws Error(ExecutionFailed) if there are
+  // too few descriptors for that, Error(Communication) if it fails otherwise.
   explicit Generations(int processes);
   Generations(const Generations&) = delete;
 
@@ -30,12 +30,12 @@ class Generations {
   void begin(const std::vector<int>& processes);
   // There is no further one: who waits ends.
   void end();
-  // Whether someone has left the generation that runs, and whether this process has.
+  // Returns whether someone has left the generation that runs, and whether this process has.
   bool anyone_left() const;
   bool has_left(int process) const;
-  // Whether it waits for its first one.
+  // Returns whether it waits for its first one.
   bool is_ready(int process) const;
-  // The process that has said that others in its place would fail as well; -1: none.
+  // Returns the process that has said that others in its place would fail as well; -1: none.
   int in_vain() const;
 
  private:
@@ -46,13 +46,13 @@ class Generations {
 // A process's side.
 class Membership {
  public:
-  // None if this process's launcher makes no generations. Raises Error(Communication) if its store does not answer in
-  // time.
+  // Returns nullopt if this process's launcher makes no generations. Throws Error(Communication) if its store does not
+  // respond in time.
   static std::optional<Membership> from_environment(std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
   // Waits for the next generation that has a place for this process; nothing when there will be none.
   std::optional<RankEnvironment> next();
-  // Of the last next(); 0 for the first one.
+  // The generation of the last next(); 0 for the first one.
   int generation() const { return number_; }
   // This process has left the group of its generation: it has no connection of it any more.
   void leave();

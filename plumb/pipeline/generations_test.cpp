@@ -9,7 +9,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/pipeline/generations.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/transport.h"
 
 namespace plumb {

@@ -10,7 +10,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
-#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/no_sigpipe.h"
 
 namespace plumb {
@@ -78,6 +78,15 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   gloo->devices.push_back(make_device(master_address, options));
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
+}
+
+std::string what_gloo_says(const std::exception& e) {
+  std::string text = first_line(e.what());
+  if (!text.empty() && text[0] == '[') {
+    const auto end = text.find("] ");
+    if (end != std::string::npos) text = text.substr(end + 2);
+  }
+  return text.substr(0, text.find(". This is typically"));
 }
 
 }  // namespace plumb

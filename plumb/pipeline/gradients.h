@@ -28,9 +28,10 @@ class GradientAccumulator {
   void reduce(const std::function<void()>& reduction);
 
   int groups() const { return groups_; }
-  // Of a shared parameter, by group.
+  // Returns the gradients of a shared parameter, by group.
   Tensors group_gradients(int index) const;
-  // Of the step so far; undefined if there is none. Of a shared parameter of several groups after set_step_gradient().
+  // Returns the step's gradient so far; undefined if there is none. A shared parameter of several groups has one after
+  // set_step_gradient().
   at::Tensor step_gradient(int index) const;
   void set_step_gradient(int index, const at::Tensor& gradient);
 
@@ -60,7 +61,7 @@ class GradientAccumulator {
   std::vector<Tensors> sums_;  // by parameter, of several groups: those of the tree so far, or of shared ones by group
 };
 
-// The sum of tensors of which some may be undefined, neighbours first: ((0 + 1) + (2 + 3)) + 4. Changes none.
+// Returns the sum of tensors of which some may be undefined, neighbors first: ((0 + 1) + (2 + 3)) + 4. Changes none.
 at::Tensor tree_sum(Tensors parts);
 
 }  // namespace plumb

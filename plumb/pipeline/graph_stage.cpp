@@ -27,46 +27,9 @@ bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
   return true;
 }
 
-// -1 for a symbol.
-std::vector<int64_t> sizes_made_for(const TensorMeta& meta) {
-  std::vector<int64_t> sizes = meta.sizes;
-  for (size_t i = 0; i < sizes.size() && i < meta.symbols.size(); ++i) {
-    if (!meta.symbols[i].empty()) sizes[i] = -1;
-  }
-  return sizes;
-}
-
 bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
 }  // namespace
-
-PipelineLayout make_layout(const PipeTable& table) {
-  PipelineLayout layout;
-  layout.num_inputs = static_cast<int>(table.num_inputs);
-  layout.input_sizes.resize(table.num_inputs);
-  layout.wire = table.wire;
-  for (int s = 0; s < table.num_stages(); ++s) {
-    const StageIO& io = table.stages[s];
-    StageLayout stage;
-    for (const StageInputPort& port : io.inputs) {
-      const bool of_model = port.source.is_pipeline_input();
-      stage.inputs.push_back(
-          {of_model ? ValueSource::kModelInput : port.source.stage, static_cast<int>(port.source.index)});
-      if (of_model && port.meta) layout.input_sizes[port.source.index] = sizes_made_for(*port.meta);
-    }
-    stage.num_outputs = static_cast<int>(io.outputs.size());
-    for (int i = 0; table.wire && i < stage.num_outputs; ++i) {
-      if (!io.outputs[i].as_it_is.empty()) stage.as_they_are.insert(i);
-    }
-    layout.stages.push_back(std::move(stage));
-  }
-  for (const ReplicatedParam& parameter : table.replicated) {
-    TiedParameter tied;
-    for (const auto& [stage, name] : parameter) tied.copies.push_back({stage, name});
-    layout.tied.push_back(std::move(tied));
-  }
-  return layout;
-}
 
 GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
                        std::shared_ptr<StageSpecializer> specializer, std::string remedy)
@@ -77,7 +40,7 @@ GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& tab
       remedy_(std::move(remedy)) {
   for (const StageIO& stage : table.stages) {
     for (const StageInputPort& port : stage.inputs) {
-      if (port.source.is_pipeline_input() && port.meta) model_inputs_.emplace(port.source.index, port);
+      if (port.source.is_model_input() && port.meta) model_inputs_.emplace(port.source.index, port);
     }
   }
   if (remedy_.empty()) {
@@ -90,7 +53,7 @@ GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& tab
 ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, ModelSizes known) const {
   for (size_t i = 0; i < std::min(inputs.size(), io_.inputs.size()); ++i) {
     const StageInputPort& port = io_.inputs[i];
-    if (port.source.is_pipeline_input() && port.meta && is_tensor(inputs[i]))
+    if (port.source.is_model_input() && port.meta && is_tensor(inputs[i]))
       known[port.source.index] = inputs[i].toTensor().sizes().vec();
   }
   const bool other = std::ranges::any_of(known, [&](const auto& entry) {
@@ -104,7 +67,7 @@ ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, Mod
   ModelSizes known = known_sizes(inputs, std::move(told));
   for (size_t i = 0; known.empty() && i < std::min(inputs.size(), io_.inputs.size()); ++i) {
     const StageInputPort& port = io_.inputs[i];
-    if (port.source.is_pipeline_input() || !port.meta || !is_tensor(inputs[i])) continue;
+    if (port.source.is_model_input() || !port.meta || !is_tensor(inputs[i])) continue;
     const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
     if (as_cut(*port.meta, sizes)) continue;
     throw Error(ErrorKind::InvalidState,
@@ -159,7 +122,7 @@ std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs,
     if (port.type != ValueType::Tensor && inputs[i].isTensor()) {
       inputs[i] = is_tensor(inputs[i]) ? unpack_value(inputs[i].toTensor(), port.type) : c10::IValue();
     } else if (port.written && is_tensor(inputs[i])) {
-      // What the stage writes must be its own: a batch is cut into views, and a value may go to several stages.
+      // The stage writes to a copy of its own: a batch is cut into views, and a value may go to several stages.
       inputs[i] = inputs[i].toTensor().clone();
     }
   }

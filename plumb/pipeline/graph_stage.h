@@ -15,14 +15,10 @@
 
 namespace plumb {
 
-// The runtime's picture of a pipe: where values come from, which sizes of the model's inputs it was cut for, and which
-// parameters are copies of each other.
-PipelineLayout make_layout(const PipeTable& table);
-
 // A stage's graph. Values that are no tensors cross as 0-dim tensors (pack_value).
 //
 // With a `specializer` it runs a graph of its own for every sizes of the model's inputs that come. Without one it takes
-// the sizes it was cut for, or, if the graph has symbols, those that these allow; others raise Error(TensorMismatch)
+// the sizes it was cut for, or, if the graph has symbols, those that these allow; others throw Error(TensorMismatch)
 // with this `remedy`. Thread-safe.
 class GraphStage : public StageFunction {
  public:
@@ -38,9 +34,9 @@ class GraphStage : public StageFunction {
 
   // Inputs that are no tensors may also be given as such. `sizes`: of the model's inputs; empty: as they were cut.
   std::vector<c10::IValue> run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes);
-  // Outside of a step: the sizes of the model's inputs that these values come from; empty if they are as they were cut.
-  // `told`: what the stages before said of them. Throws Error(InvalidState) where a value of another stage has other
-  // sizes, and nothing says what sizes the model's inputs had.
+  // For a call outside of a step: returns the sizes of the model's inputs that these values come from; empty if they
+  // are as they were cut. `told`: the sizes that the stages before passed on. Throws Error(InvalidState) if a value of
+  // another stage has other sizes and nothing tells the model's inputs' sizes.
   ModelSizes sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const;
   // The stage was moved: graphs say where they make tensors.
   void forget_sizes();
@@ -61,15 +57,15 @@ class GraphStage : public StageFunction {
   std::map<ModelSizes, std::shared_ptr<GraphModule>> others_;
 };
 
-// The stages of `pipe` that rank `rank` holds in this schedule's placement. `specializer`: lets them take other sizes
-// than the pipe was cut for (specialize_on_sizes).
+// Returns the stages of `pipe` that rank `rank` holds in this schedule's placement. `specializer`: lets them take other
+// sizes than the pipe was cut for (specialize_on_sizes).
 std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(
     const Pipe& pipe, const Schedule& schedule, int rank,
     const std::shared_ptr<StageSpecializer>& specializer = nullptr);
 
-// After a training: every rank's `pipe` gets the parameters and buffers of every stage from the rank that runs it
-// (where that is two, from the one of microbatch 0), so that pipe.merge_state_dict() is the trained model. All ranks of
-// `group` must call it. Raises what broadcast() raises.
+// After a training: every rank's `pipe` gets the parameters and buffers of every stage from the rank that runs it (of
+// two such ranks from that of microbatch 0), so that pipe.merge_state_dict() is the trained model. All ranks of `group`
+// must call it. Throws what broadcast() throws.
 void gather_state(const Pipe& pipe, const Schedule& schedule, const ProcessGroup& group);
 
 }  // namespace plumb

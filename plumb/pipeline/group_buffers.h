@@ -12,7 +12,7 @@ namespace plumb {
 // spread over replicas.
 class GroupBuffers {
  public:
-  // Of one stage; `groups` of its `microbatches`, each of equally many.
+  // Buffers of one stage; `groups` of its `microbatches`, each of equally many.
   GroupBuffers(std::vector<NamedTensor> buffers, int groups, int microbatches);
 
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
@@ -21,7 +21,7 @@ class GroupBuffers {
   void begin_microbatch(int microbatch);
   // All are done: what this rank's groups come to, by buffer. The sum, or the first group's whole numbers.
   Tensors sums();
-  // The same of all groups, of which there are so many.
+  // Takes the sums of all `groups_of_all` groups.
   void finish_step(const Tensors& sums, int groups_of_all);
 
  private:

@@ -157,7 +157,7 @@ class Launch {
     return true;
   }
 
-  // Whether all that took part in the generation and live wait for the next one. Ends who does not in time.
+  // Returns whether all that took part in the generation and live wait for the next one. Ends who does not in time.
   bool all_have_left() {
     bool all = true;
     for (const int member : taking_part_) {

@@ -28,7 +28,7 @@ struct LaunchOptions {
   std::function<void(int rank, bool is_stderr, const std::string& line)> on_line;
   // After the first process that failed, the others have this long to end by themselves (and print why).
   std::chrono::milliseconds patience = std::chrono::seconds(5);
-  // Called between lines; true ends everything (a cancelled job).
+  // Called between lines; true ends everything (a canceled job).
   std::function<bool()> cancelled;
   // Called between lines; a signal for every process, 0 for none.
   std::function<int()> signal;
@@ -53,13 +53,13 @@ struct LaunchOptions {
 struct LaunchResult {
   std::vector<ProcessEnd> processes;  // by rank; of those that had it last
   int first_failed = -1;              // the rank that failed first; -1: none
-  // The exit code for the launching program: 0, or the first failed process's code.
+  // Returns the exit code for the launching program: 0, or the first failed process's code.
   int exit_code() const { return first_failed < 0 ? 0 : processes[first_failed].exit_code; }
 };
 
 // Runs `num_processes` copies with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT set (a free
 // port of loopback, held from the start; with replacements PLUMB_PROCESS, too), and PLUMB_RUN, a random number that all
-// processes of one launch have in common, and waits for all of them. Children do not outlive this process. Raises
+// processes of one launch have in common, and waits for all of them. Children do not outlive this process. Throws
 // Error(ExecutionFailed) if the program cannot be started.
 LaunchResult launch_local(const LaunchOptions& options);
 

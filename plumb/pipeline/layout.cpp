@@ -1,33 +1,18 @@
 #include "plumb/pipeline/layout.h"
 
-#include <algorithm>
-#include <map>
-
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/pipeline/wiring.h"
 
 namespace plumb {
 namespace {
 
-// Every value's users, ascending.
-std::map<ValueSource, std::vector<int>> users_of_values(const PipelineLayout& layout) {
-  std::map<ValueSource, std::vector<int>> users;
-  for (int s = 0; s < layout.num_stages(); s++) {
-    for (const auto& source : layout.stages[s].inputs) {
-      auto& list = users[source];
-      if (list.empty() || list.back() != s) list.push_back(s);
-    }
+// Returns the sizes, with -1 for a symbol.
+std::vector<int64_t> sizes_made_for(const TensorMeta& meta) {
+  std::vector<int64_t> sizes = meta.sizes;
+  for (size_t i = 0; i < sizes.size() && i < meta.symbols.size(); ++i) {
+    if (!meta.symbols[i].empty()) sizes[i] = -1;
   }
-  return users;
-}
-
-template <typename Bundles>
-auto& bundle_for(Bundles& bundles, int stage) {
-  for (auto& b : bundles) {
-    if (b.stage == stage) return b;
-  }
-  return bundles.emplace_back(typename Bundles::value_type{stage, {}});
+  return sizes;
 }
 
 }  // namespace
@@ -44,24 +29,6 @@ PipelineLayout PipelineLayout::dynamic_chain(int num_stages) {
   layout.num_inputs = 0;
   layout.dynamic_outputs = true;
   return layout;
-}
-
-StageEdges PipelineLayout::edges() const {
-  StageEdges edges;
-  auto add = [&](int from, int to) {
-    StageEdge edge{from, to};
-    if (std::ranges::find(edges, edge) == edges.end()) edges.push_back(edge);
-  };
-  for (const auto& [source, users] : users_of_values(*this)) {
-    if (source.stage < 0) continue;
-    int before = source.stage;
-    for (int user : users) {
-      add(source.stage, user);
-      if (before != source.stage) add(before, user);
-      before = user;
-    }
-  }
-  return edges;
 }
 
 std::string PipelineLayout::text() const {
@@ -93,17 +60,18 @@ void PipelineLayout::check() const {
     for (size_t i = 0; i < stages[s].inputs.size(); i++) {
       const auto& in = stages[s].inputs[i];
       const std::string what = str("input ", i, " of stage ", s);
-      if (in.stage == ValueSource::kModelInput) {
-        if (in.index < 0 || in.index >= num_inputs) {
+      const auto index = static_cast<int64_t>(in.index);
+      if (in.is_model_input()) {
+        if (index < 0 || index >= num_inputs) {
           throw Error(ErrorKind::InvalidArgument,
-                      str(what, " is the model's input ", in.index, ", the model has ", num_inputs));
+                      str(what, " is the model's input ", index, ", the model has ", num_inputs));
         }
       } else if (in.stage < 0 || in.stage >= s) {
         throw Error(ErrorKind::InvalidArgument,
                     str(what, " comes from stage ", in.stage, ", which is not an earlier stage"));
-      } else if (in.index < 0 || in.index >= stages[in.stage].num_outputs) {
-        throw Error(ErrorKind::InvalidArgument, str(what, " is output ", in.index, " of stage ", in.stage,
-                                                    ", which has ", stages[in.stage].num_outputs));
+      } else if (index < 0 || index >= stages[in.stage].num_outputs) {
+        throw Error(ErrorKind::InvalidArgument, str(what, " is output ", index, " of stage ", in.stage, ", which has ",
+                                                    stages[in.stage].num_outputs));
       }
     }
   }
@@ -123,48 +91,30 @@ void PipelineLayout::check() const {
   }
 }
 
-std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
-  layout.check();
-  std::vector<StageWiring> wiring(layout.stages.size());
-  for (int s = 0; s < layout.num_stages(); s++) {
-    auto& w = wiring[s];
-    w.output_used.assign(layout.stages[s].num_outputs, false);
-    for (const auto& in : layout.stages[s].inputs) {
-      auto at = std::ranges::find(w.sources, in);
-      w.source_of_input.push_back(static_cast<int>(at - w.sources.begin()));
-      if (at == w.sources.end()) w.sources.push_back(in);
+PipelineLayout make_layout(const PipeTable& table) {
+  PipelineLayout layout;
+  layout.num_inputs = static_cast<int>(table.num_inputs);
+  layout.input_sizes.resize(table.num_inputs);
+  layout.wire = table.wire;
+  for (int s = 0; s < table.num_stages(); ++s) {
+    const StageIO& io = table.stages[s];
+    StageLayout stage;
+    for (const StageInputPort& port : io.inputs) {
+      stage.inputs.push_back(port.source);
+      if (port.source.is_model_input() && port.meta) layout.input_sizes[port.source.index] = sizes_made_for(*port.meta);
     }
-  }
-  const auto users = users_of_values(layout);
-  auto source_index = [&](int stage, const ValueSource& value) {
-    const auto& sources = wiring[stage].sources;
-    return static_cast<int>(std::ranges::find(sources, value) - sources.begin());
-  };
-  for (int s = 0; s < layout.num_stages(); s++) {
-    auto& w = wiring[s];
-    for (int i = 0; i < static_cast<int>(w.sources.size()); i++) {
-      const auto& value = w.sources[i];
-      if (value.stage < 0) continue;
-      auto& maker = wiring[value.stage];
-      maker.output_used[value.index] = true;
-      bundle_for(w.values_in, value.stage).indices.push_back(i);
-      bundle_for(maker.values_out, s).indices.push_back(value.index);
-      const auto& list = users.at(value);
-      const auto at = std::ranges::find(list, s);
-      const int to = at == list.begin() ? value.stage : *(at - 1);
-      bundle_for(w.grads_out, to).indices.push_back(i);
-      bundle_for(wiring[to].grads_in, s)
-          .targets.push_back(to == value.stage ? StageWiring::GradBundle::Target{true, value.index}
-                                               : StageWiring::GradBundle::Target{false, source_index(to, value)});
+    stage.num_outputs = static_cast<int>(io.outputs.size());
+    for (int i = 0; table.wire && i < stage.num_outputs; ++i) {
+      if (!io.outputs[i].as_it_is.empty()) stage.as_they_are.insert(i);
     }
+    layout.stages.push_back(std::move(stage));
   }
-  auto ascending = [](const auto& a, const auto& b) { return a.stage < b.stage; };
-  for (auto& w : wiring) {
-    std::ranges::sort(w.values_out, ascending);
-    std::ranges::sort(w.values_in, ascending);
-    std::ranges::sort(w.grads_out, [](const auto& a, const auto& b) { return a.stage > b.stage; });
+  for (const ReplicatedParam& parameter : table.replicated) {
+    TiedParameter tied;
+    for (const auto& [stage, name] : parameter) tied.copies.push_back({stage, name});
+    layout.tied.push_back(std::move(tied));
   }
-  return wiring;
+  return layout;
 }
 
 }  // namespace plumb

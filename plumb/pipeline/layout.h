@@ -1,4 +1,5 @@
-// The values that flow between the stages of a pipeline: known to every rank, equal on all.
+// The values that flow between the stages of a pipeline, equal on every rank. Who sends what to whom is derived from it
+// (run_plan.h).
 #pragma once
 
 #include <cstdint>
@@ -8,17 +9,8 @@
 #include <vector>
 
 #include "plumb/partition/wire.h"
-#include "plumb/schedule/schedule.h"
 
 namespace plumb {
-
-// The source of a value: output `index` of a stage, or input `index` of the whole model.
-struct ValueSource {
-  static constexpr int kModelInput = -1;
-  int stage = kModelInput;
-  int index = 0;
-  auto operator<=>(const ValueSource&) const = default;
-};
 
 struct StageLayout {
   std::vector<ValueSource> inputs;  // in the order of the stage's inputs; stages before this one, or the model's inputs
@@ -54,14 +46,11 @@ struct PipelineLayout {
   WireFormats wire;
 
   int num_stages() const { return static_cast<int>(stages.size()); }
-  // Stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
+  // Returns a layout in which stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
   static PipelineLayout chain(int num_stages);
   static PipelineLayout dynamic_chain(int num_stages);
-  // The edges between stages, for the schedule's checker: also those on which gradients of a value with several users
-  // go from a later user to the one before it (wiring.h).
-  StageEdges edges() const;
   std::string text() const;
-  // The format of a value between stages and of its gradient; null: as it is.
+  // Return the format of a value between stages and of its gradient; null: as it is.
   const FPFormat* value_format(const ValueSource& value) const {
     return rounds(value) ? wire_format(wire.fwd) : nullptr;
   }
@@ -69,10 +58,15 @@ struct PipelineLayout {
     return rounds(value) ? wire_format(wire.bwd) : nullptr;
   }
   bool rounds(const ValueSource& value) const {
-    return wire && value.stage >= 0 && (dynamic_outputs || !stages[value.stage].as_they_are.count(value.index));
+    return wire && value.stage >= 0 &&
+           (dynamic_outputs || !stages[value.stage].as_they_are.count(static_cast<int>(value.index)));
   }
-  // Raises Error(InvalidArgument) that names the stage and input.
+  // Throws Error(InvalidArgument) that names the stage and input.
   void check() const;
 };
+
+// Returns the layout of a cut graph: where values come from, which sizes of the model's inputs it was cut for, and
+// which parameters are copies of each other.
+PipelineLayout make_layout(const PipeTable& table);
 
 }  // namespace plumb

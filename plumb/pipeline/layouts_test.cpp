@@ -1,4 +1,4 @@
-// The same steps at every number of stages and replicas, under every schedule: the same bits.
+// Steps at every number of stages and replicas, under every schedule, have the same bits.
 #include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 #include "plumb/graph/plan.h"
 #include "plumb/partition/split.h"
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/pipeline/shared_parameters.h"
 #include "plumb/schedule/generators.h"
@@ -47,7 +47,7 @@ struct RunLayout {
   }
 };
 
-// A tied GPT with dropout, of four blocks.
+// Returns a tied GPT with dropout, of four blocks.
 std::shared_ptr<Pipe> cut_gpt(const RunLayout& layout) {
   at::manual_seed(0);
   testing_models::GptConfig config;
@@ -98,7 +98,7 @@ std::shared_ptr<Pipe> cut_convnet(const RunLayout& layout) {
   return pipeline(*testing_models::module_of(text, std::move(state)), options);
 }
 
-// The inputs of one microbatch of all.
+// Returns the inputs of one microbatch of all.
 Tensors inputs_of(const RunLayout& layout, int step, int microbatch) {
   at::manual_seed(static_cast<uint64_t>(1000 * step + microbatch));
   if (layout.model == "gpt") return {at::randint(32, {kRowsOfPart, 8}), at::randint(32, {kRowsOfPart, 8})};

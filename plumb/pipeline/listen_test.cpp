@@ -29,7 +29,7 @@ bool connects(in_addr address, int port) {
 
 in_addr loopback(uint32_t last) { return {htonl(0x7F000000u + last)}; }
 
-// An address of this host that is not of the loopback interface.
+// Returns an address of this host that is not of the loopback interface.
 std::optional<in_addr> outside() {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return std::nullopt;

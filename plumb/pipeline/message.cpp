@@ -86,7 +86,7 @@ bool is_direct(const MessageValue& v, DirectDevice device) {
   return device && v.tensor.defined() && v.tensor.device().type() == *device && v.tensor.numel() > 0;
 }
 
-// The tensor whose memory travels.
+// Returns the tensor whose memory travels.
 at::Tensor on_the_wire(const MessageValue& v) {
   if (v.codes == nullptr) return v.tensor;
   at::NoGradGuard no_grad;
@@ -103,7 +103,7 @@ void copy_to_host(const at::Tensor& to, const at::Tensor& from, std::vector<c10:
   copied.back().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-// Quantised types and those of a few bits have no name: torch can hardly copy them.
+// Quantized types and those of a few bits have no name: torch can hardly copy them.
 bool has_plain_dtype(int number) {
   return number >= 0 && number < static_cast<int>(at::ScalarType::NumOptions) &&
          dtype_names(static_cast<at::ScalarType>(number)) != nullptr;
@@ -205,9 +205,9 @@ class Reader {
     return s;
   }
 
-  // How many elements there are; they all lie in as much memory.
+  // Returns how many elements there are; they all lie in as much memory.
   std::int64_t check_shape(const Shape& s) const {
-    // What the message itself holds is no more than its bytes; a device says by itself what it has no room for.
+    // A value in the message itself has no more bytes than the message; a device reports by itself if it has no room.
     const std::int64_t most = s.entry.direct ? std::int64_t{1} << 48 : end_;
     std::int64_t numel = 1, furthest = 0;
     for (size_t i = 0; i < s.sizes.size(); i++) {
@@ -316,7 +316,7 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
     if (t.layout() != at::kStrided || t.is_quantized() || t.is_meta() || t.is_nested()) {
       throw Error(ErrorKind::Unsupported,
                   str("value ", i, " of ", to_string(id), " is ", describe(t),
-                      " without plain memory (sparse, quantised, nested or on the meta device)"),
+                      " without plain memory (sparse, quantized, nested or on the meta device)"),
                   "", "make it dense before the stage's end");
     }
   }
@@ -352,7 +352,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
     if (bytes > 0) std::memcpy(at, from, bytes);
     at += bytes;
   };
-  // What lies between two values is nobody's.
+  // The gap between two values belongs to no value.
   auto fill = [&at, to] {
     const auto gap = align(at - to) - (at - to);
     std::memset(at, 0, gap);
@@ -399,7 +399,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
 
 namespace {
 
-// The prologue of an undamaged message of values.
+// Returns the prologue of an undamaged message of values.
 Prologue read_prologue_of(const at::Tensor& buffer) {
   Prologue prologue;
   if (buffer.numel() < static_cast<std::int64_t>(sizeof prologue)) raise_malformed("it is cut off");

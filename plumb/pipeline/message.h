@@ -97,13 +97,13 @@ static_assert(sizeof(Prologue) == 64);
 
 // Puts the prologue's own checksum in.
 void seal(Prologue& prologue);
-// Whether it is a prologue of plumb's, of this version, and undamaged.
+// Returns whether it is a prologue of plumb's, of this version, and undamaged.
 bool intact(const Prologue& prologue);
 
 // Buffers have one of 512 sizes, each about 6 % above the one before: 1 KiB (class 0), so that an error's text always
 // fits, to some 4 TiB.
 std::int64_t class_bytes(int size_class);
-// The least class that holds `bytes`; 512: none does.
+// Returns the least class that holds `bytes`; 512: none does.
 int size_class(std::int64_t bytes);
 inline constexpr int kSizeClasses = 512;
 
@@ -114,24 +114,25 @@ std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_s
 // check_sendable().
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {},
                    DirectDevice direct = {});
-// The tensors that follow the message, one tensor a direct value, on `device`: dense, values or their codes.
+// Returns the tensors that follow the message, one tensor a direct value, on `device`: dense, values or their codes.
 std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c10::Device device);
-// Tensors on `device` for the direct values of the message in `buffer`. Raises as read_message() does, and what the
-// device raises if it has no room.
+// Makes tensors on `device` for the direct values of the message in `buffer`. Throws as read_message() does, and what
+// the device throws if it has no room.
 std::vector<at::Tensor> make_direct_values(const at::Tensor& buffer, c10::Device device);
-// The bytes of a dense tensor, in the order in which they lie in memory: what a backend sends or receives.
+// Returns the bytes of a dense tensor, in the order in which they lie in memory: what a backend sends or receives.
 at::Tensor bytes_of(const at::Tensor& dense);
-// Throws Error(Unsupported) naming the value, for a tensor without plain memory (sparse, quantised, nested, meta).
+// Throws Error(Unsupported) naming the value, for a tensor without plain memory (sparse, quantized, nested, meta).
 void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
 
 struct Message {
   std::vector<MessageValue> values;
   std::vector<std::int64_t> sizes;  // of the microbatch, packed
 };
-// The message in `buffer` (a byte tensor), which stays alive as long as the values do. Raises Error(Communication) that
-// says what is wrong with it: damaged, values that are cut off or of no plain dtype, strides that leave their memory or
-// overlap, a gradient that asks for a gradient, codes where `codes` is null or of what has none, values other than
-// `agreed`. `codes`: the format of values that come as codes. `direct`: the direct values, as many as the message says.
+// Returns the message in `buffer` (a byte tensor), which stays alive as long as the values do. Throws
+// Error(Communication) with the reason: damage, values that are cut off or of no plain dtype, strides that leave their
+// memory or overlap, a gradient that asks for a gradient, codes without a format or of a value that has none, values
+// other than `agreed`. `codes`: the format of values that come as codes. `direct`: the direct values, as many as the
+// message says.
 Message read_message(const at::Tensor& buffer, const AgreedValues& agreed = std::nullopt,
                      const FPFormat* codes = nullptr, const std::vector<at::Tensor>& direct = {});
 

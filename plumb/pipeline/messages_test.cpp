@@ -1,4 +1,4 @@
-// Messages: what they carry, and what becomes of those that are damaged, or not what was agreed.
+// Messages: their contents, and the errors of damaged ones and of ones that were not agreed on.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,12 +7,13 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/message.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/message_tags.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/test_models.h"
-#include "plumb/pipeline/transport_state.h"
+#include "plumb/pipeline/models_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 
@@ -108,7 +109,7 @@ TEST(Message, CarriesCodesOfAByteAndGivesRoundedValues) {
   EXPECT_EQ(back[5].tensor[3].item<float>(), 448.0f);
 }
 
-// Of the CPU's values here: which device they are on is the backend's business.
+// Values on a device are the backend's business: these are the CPU's.
 TEST(Message, LeavesValuesOnTheirDeviceToItsBackend) {
   const FPFormat format = FPFormat::parse("e4m3fn");
   const std::vector<MessageValue> values{{at::rand({4, 6}).t(), true},        {},
@@ -345,11 +346,11 @@ class Liar {
       if (lie == "parts") p.total_bytes = 5000;
       seal_again(message);
     }
-    send(message, kFirstTag);
+    send(message, MessageTags(0).message(0));
     if (lie != "parts") return;
     p.microbatch = 2;
     seal_again(message);
-    send(message, kFirstTag + kFirstOfSecondParts + wire::size_class(5000) * kPositions);
+    send(message, MessageTags(0).second_part(wire::size_class(5000), 0));
   }
 
   static wire::Prologue prologue() {
@@ -364,7 +365,7 @@ class Liar {
 
   void send(const at::Tensor& message, int tag) {
     std::vector<at::Tensor> tensors{message};
-    group_.state().backend->send(tensors, 0, tag)->wait();
+    group_.backend()->send(tensors, 0, tag)->wait();
   }
 
   ProcessGroup group_;
@@ -423,7 +424,7 @@ INSTANTIATE_TEST_SUITE_P(Messages, ALiar,
                                          Lie{"parts", "and got 1SEND_B2 (gradient from stage 1 for stage 0, mic"}),  //
                          [](const auto& info) { return info.param.name; });
 
-// What rank 1 sends in the second step is not what rank 0 waits for, and longer than the buffer that it has for that.
+// Rank 1 sends in the second step another message than rank 0 waits for, longer than rank 0's buffer for it.
 Role other_plan_role("other_plan", [] {
   auto group = make_group_from_environment({std::chrono::seconds(60)});
   group.set_timeout(std::chrono::seconds(group.rank() == 0 ? 2 : 20));

@@ -41,14 +41,14 @@ struct Microbatches {
 // Error(TensorMismatch) that names the tensor if it is too short, has no such dimension or does not match.
 Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSpec>& specs, int num);
 
-// The outputs (by microbatch) as one list. `merges` may be shorter than the outputs: concatenate along 0.
+// Returns the outputs (by microbatch) as one list. `merges` may be shorter than the outputs: concatenate along 0.
 Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vector<OutputMerge>& merges,
                       const std::vector<int64_t>& rows);
 
-// The mean of the microbatches' losses, each by its rows; undefined if one of them is.
+// Returns the mean of the microbatches' losses, each by its rows; undefined if one of them is.
 at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows);
-// The sum of losses times rows: of each of `groups` groups mean_by_rows() in the losses' dtype, times its rows; of
-// groups in float64, in a binary tree (tree_sum).
+// Returns the sum of losses times rows: of each of `groups` groups mean_by_rows() in the losses' dtype, times its rows;
+// of groups in float64, in a binary tree (tree_sum).
 at::Tensor sum_by_rows(const Tensors& losses, const std::vector<int64_t>& rows, int groups);
 
 }  // namespace plumb

@@ -17,7 +17,7 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/no_sigpipe.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/transport.h"
 #include "torch/torch.h"
 

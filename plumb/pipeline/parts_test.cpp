@@ -9,10 +9,10 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/microbatch.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
+#include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/timeline.h"
 #include "plumb/pipeline/transport.h"
-#include "plumb/pipeline/wiring.h"
 #include "tests/message_of.h"
 
 namespace plumb {

@@ -11,12 +11,30 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
-#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/listen.h"
 #include "plumb/pipeline/no_sigpipe.h"
 #include "plumb/pipeline/within.h"
 
 namespace plumb {
+
+struct ProcessGroup::State {
+  int rank = 0;
+  int size = 1;
+  std::vector<int> world;  // by rank: its number among all processes; empty: the same
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  RankEnvironment env;
+  GlooOptions options;
+  std::vector<std::shared_ptr<void>> until_closed;
+  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::Backend> backend;
+  // Values on `device` go through this one; null: all values are staged through `backend`.
+  c10::intrusive_ptr<c10d::Backend> device_backend;
+  c10::Device device = c10::kCPU;
+  int tag_ranges = 0;                  // handed out to transports
+  std::optional<std::string> failure;  // a peer is lost: no more messages
+};
+
 namespace {
 
 std::string present_key(int rank) { return str("plumb/present/", rank); }
@@ -38,6 +56,26 @@ void check_timeout(std::chrono::milliseconds timeout) {
   if (timeout.count() <= 0) {
     throw Error(ErrorKind::InvalidArgument, str("a time-out of ", timeout.count(), " ms cannot be met"));
   }
+}
+
+std::map<c10::DeviceType, MakeDeviceBackend>& device_backends() {
+  static auto& all = *new std::map<c10::DeviceType, MakeDeviceBackend>;
+  return all;
+}
+
+// Gives a group that plumb makes the backend that is registered for the options' device, if there is one.
+void add_device_backend(ProcessGroup::State& state) {
+  const NoSigpipe inherited;
+  if (!state.options.device || state.size == 1) return;
+  const auto make = device_backends().find(state.options.device->type());
+  if (make == device_backends().end()) return;
+  const c10::Device device = *state.options.device;
+  state.device_backend =
+      connecting(str("rank ", state.rank, " cannot connect ", device.str(), " to its peers"), "", [&] {
+        return make->second(c10::make_intrusive<c10d::PrefixStore>("plumb/device", state.store), state.rank, state.size,
+                            device, state.timeout);
+      });
+  state.device = device;
 }
 
 // Meets the other ranks in the store of rank 0.
@@ -91,11 +129,6 @@ std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::Sta
   return state;
 }
 
-std::map<c10::DeviceType, MakeDeviceBackend>& device_backends() {
-  static auto& all = *new std::map<c10::DeviceType, MakeDeviceBackend>;
-  return all;
-}
-
 // The device of a group's that is not the CPU and has a backend of its own.
 void find_device_backend(c10d::ProcessGroup& group, ProcessGroup::State& state) {
   for (const c10::Device& device : group.getDeviceTypes()) {
@@ -116,7 +149,7 @@ void find_device_backend(c10d::ProcessGroup& group, ProcessGroup::State& state) 
   }
 }
 
-// The Gloo group beside a backend that has none for the CPU: one for all pipelines of the group.
+// Returns the Gloo group beside a backend that has none for the CPU: one for all pipelines of the group.
 c10::intrusive_ptr<c10d::Backend> gloo_beside(const c10::intrusive_ptr<c10d::Backend>& of,
                                               const c10::intrusive_ptr<c10d::Store>& store,
                                               std::chrono::milliseconds timeout) {
@@ -155,6 +188,16 @@ std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout
 std::optional<c10::Device> ProcessGroup::device() const {
   return state_->device_backend ? std::optional(state_->device) : std::nullopt;
 }
+const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const { return state_->backend; }
+const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::device_backend() const { return state_->device_backend; }
+const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const { return state_->store; }
+bool ProcessGroup::launcher_serves_store() const { return state_->env.launcher_serves_store; }
+int ProcessGroup::take_tag_range() const { return state_->tag_ranges++; }
+const std::string* ProcessGroup::failure() const { return state_->failure ? &*state_->failure : nullptr; }
+void ProcessGroup::set_failure(const std::string& why) const { state_->failure = why; }
+void ProcessGroup::keep_until_closed(std::shared_ptr<void> buffers) const {
+  state_->until_closed.push_back(std::move(buffers));
+}
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   check_timeout(timeout);
   state_->timeout = timeout;
@@ -172,7 +215,7 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
   state->env = env;
   state->options = options;
   if (env.world_size == 1) return ProcessGroup(state);
-  // A store that is stopped takes connections, and answers nothing for ever.
+  // A stopped store takes connections, and never responds.
   const auto limit = options.timeout + std::max(options.timeout / 2, std::chrono::milliseconds(2000));
   auto group = within(limit, [state] { return connected(state); });
   if (group) return ProcessGroup(std::move(*group));
@@ -188,7 +231,7 @@ ProcessGroup make_group_from_environment(const GlooOptions& options) {
 }
 
 ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks) {
-  auto& parent = group.state();
+  auto& parent = *group.state_;
   auto state = std::make_shared<ProcessGroup::State>();
   state->rank = -1;
   for (size_t i = 0; i < ranks.size(); i++) {
@@ -225,20 +268,6 @@ void register_device_backend(c10::DeviceType type, MakeDeviceBackend make) {
   device_backends()[type] = std::move(make);
 }
 
-void add_device_backend(ProcessGroup::State& state) {
-  const NoSigpipe inherited;
-  if (!state.options.device || state.size == 1) return;
-  const auto make = device_backends().find(state.options.device->type());
-  if (make == device_backends().end()) return;
-  const c10::Device device = *state.options.device;
-  state.device_backend =
-      connecting(str("rank ", state.rank, " cannot connect ", device.str(), " to its peers"), "", [&] {
-        return make->second(c10::make_intrusive<c10d::PrefixStore>("plumb/device", state.store), state.rank, state.size,
-                            device, state.timeout);
-      });
-  state.device = device;
-}
-
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas) {
   if (replicas < 1 || group.size() % replicas != 0) {
     throw Error(ErrorKind::InvalidArgument,
@@ -272,9 +301,48 @@ ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrus
                 "make it with init_process_group(\"gloo\") or \"cpu:gloo,cuda:nccl\"");
   }
   ProcessGroup made = use_backend(std::move(backend), std::move(store), timeout);
-  made.state().device_backend = std::move(found.device_backend);
-  made.state().device = found.device;
+  made.state_->device_backend = std::move(found.device_backend);
+  made.state_->device = found.device;
   return made;
+}
+
+// How many ranges of tags were handed out is kept as long as the backend lives, as ranks may let go of their pipelines
+// at different times.
+ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                         std::chrono::milliseconds timeout) {
+  const ProcessGroup fresh = use_group(std::move(group), nullptr, timeout);
+  struct Known {
+    c10::weak_intrusive_ptr<c10d::Backend> backend;
+    std::weak_ptr<ProcessGroup::State> state;
+    std::shared_ptr<int> tag_ranges;
+  };
+  static std::mutex lock;
+  static auto& known = *new std::map<c10d::Backend*, Known>();
+  const std::lock_guard<std::mutex> guard(lock);
+  const auto& backend = fresh.backend();
+  auto it = known.find(backend.get());
+  if (it != known.end() && it->second.backend.expired()) {
+    known.erase(it);
+    it = known.end();
+  }
+  if (it == known.end()) {
+    it = known.emplace(backend.get(), Known{c10::weak_intrusive_ptr<c10d::Backend>(backend), {}, nullptr}).first;
+    it->second.tag_ranges = std::make_shared<int>(0);
+  }
+  auto state = it->second.state.lock();
+  if (!state) {
+    // The state's end writes down how many ranges it handed out. Buffers of a failed step stay with Gloo for good.
+    auto count = it->second.tag_ranges;
+    state = std::shared_ptr<ProcessGroup::State>(new ProcessGroup::State(*fresh.state_), [count](auto* s) {
+      *count = s->tag_ranges;
+      if (!s->failure) delete s;
+    });
+    state->tag_ranges = *count;
+    state->world = std::move(world);
+    it->second.state = state;
+  }
+  state->timeout = timeout;
+  return ProcessGroup(state);
 }
 
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,

@@ -32,19 +32,38 @@ class ProcessGroup {
   int size() const;
   // The number of one of this group's ranks among all processes, for messages: of a subgroup, in the group it is of.
   int world_rank(int rank) const;
-  // How long a message, or a peer that starts up, is waited for.
+  // Returns how long a message, or a peer that starts up, is waited for.
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
 
-  // The device whose values travel through a backend of its own.
+  // Returns the device whose values travel through a backend of its own.
   std::optional<c10::Device> device() const;
 
-  // The state behind; `group_state.h` for this room.
+  // --- for messages (transport.h, broadcast.h) ---
+  // Null: one process alone.
+  const c10::intrusive_ptr<c10d::Backend>& backend() const;
+  // Returns the backend that values on device() go through. Null: all values are staged through backend().
+  const c10::intrusive_ptr<c10d::Backend>& device_backend() const;
+  // Carries error texts between ranks. May be null.
+  const c10::intrusive_ptr<c10d::Store>& store() const;
+  bool launcher_serves_store() const;
+  // Returns another number for each caller.
+  int take_tag_range() const;
+  // Why the group takes no more messages: a peer is lost. Null: it takes some.
+  const std::string* failure() const;
+  void set_failure(const std::string& why) const;
+  // Buffers of messages that were under way when the group failed: Gloo may still write into them, so they go after it.
+  void keep_until_closed(std::shared_ptr<void> buffers) const;
+
   struct State;
   explicit ProcessGroup(std::shared_ptr<State> state);
-  State& state() const { return *state_; }
 
  private:
+  friend ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
+  friend ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+                                std::chrono::milliseconds timeout);
+  friend ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                                  std::chrono::milliseconds timeout);
   std::shared_ptr<State> state_;
 };
 
@@ -72,10 +91,10 @@ using MakeDeviceBackend =
 void register_device_backend(c10::DeviceType type, MakeDeviceBackend make);
 
 // Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
-// Raises Error(Communication) that names the address, and the ranks that did not come, after the time-out.
+// Throws Error(Communication) that names the address, and the ranks that did not come, after the time-out.
 ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options = {});
 
-// The group the launcher made this process for (environment.h); one process alone if there is none.
+// Returns the group the launcher made this process for (environment.h); one process alone if there is none.
 ProcessGroup make_group_from_environment(const GlooOptions& options = {});
 
 // A group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered in the
@@ -88,7 +107,7 @@ struct ReplicatedGroups {
   ProcessGroup replicas;  // of the ranks that hold the same stages; PipelineOptions::replicas
 };
 
-// Raises Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.
+// Throws Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 
 // A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
@@ -98,6 +117,10 @@ ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 // (no_sigpipe.h) lives, or a lost peer ends the process by that signal. Groups that plumb makes never raise it.
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::milliseconds timeout = std::chrono::seconds(60));
+// As use_group(), for callers that use a group more than once: its backend's messages share one range of tags after
+// another, and what failed stays failed. `world`: the number of each rank among all processes.
+ProcessGroup share_group(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> world,
+                         std::chrono::milliseconds timeout);
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
                          std::chrono::milliseconds timeout = std::chrono::seconds(60));
 

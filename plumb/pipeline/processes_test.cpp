@@ -1,4 +1,4 @@
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

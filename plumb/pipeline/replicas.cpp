@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 
 #include "plumb/core/error.h"
@@ -27,16 +26,12 @@ void deal_out(const std::vector<std::int64_t>& sizes, int replicas, const std::f
   }
 }
 
-// What came through the CPU goes where it is used.
+// Values that came through the CPU go to the device that uses them.
 at::Tensor on_device_of(const at::Tensor& of, const at::Tensor& value) {
   return value.defined() && of.defined() ? value.to(of.device()) : value;
 }
 
 }  // namespace
-
-double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                          const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,

@@ -2,7 +2,7 @@
 //
 // A stage's gradients are summed as soon as its last weight gradient of the step is there, by a thread of their own,
 // while the rank goes on with its other stages and earlier ranks with theirs. Every parameter belongs to one of the
-// replicas: it gets the others' gradients, adds neighbours first ((0 + 1) + (2 + 3)), and hands the sum to all. So the
+// replicas: it gets the others' gradients, adds neighbors first ((0 + 1) + (2 + 3)), and hands the sum to all. So the
 // sum does not depend on timing or on the number of messages, and all replicas have the same bits: those of one process
 // with as many groups of microbatches (PipelineOptions::gradient_groups).
 #pragma once
@@ -25,14 +25,11 @@
 
 namespace plumb {
 
-// Seconds on the clock of time lines.
-double seconds_now();
-
 class ReplicaSums {
  public:
   // Blocks until all replicas have come. `description`: of layout and schedule, the same on all. `parameters`: of this
   // rank's stages; `shared`: those (by index) that are summed over copies first. `plan`: of this rank, the same on all
-  // replicas. Raises Error(Communication) if replicas differ in any of this, or in their parameters' values.
+  // replicas. Throws Error(Communication) if replicas differ in any of this, or in their parameters' values.
   ReplicaSums(ProcessGroup group, const std::string& description,
               const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,
               const RunPlan& plan, const std::map<int, std::vector<NamedTensor>>& buffers = {});
@@ -46,18 +43,19 @@ class ReplicaSums {
   void begin_step(double rows, bool weighted);
   // The stage's own share of the step is there; nobody changes it until finish().
   void stage_done(int stage, const GradientAccumulator& gradients);
-  // Raises what has gone wrong with the sums so far.
+  // Throws the error of the sums so far, if there is one.
   void check() const;
-  // Whether the stage's sums of this step are here.
+  // Returns whether the stage's sums of this step are here.
   bool summed(int stage) const;
   // Waits for everything and puts the sums into the accumulators. `loss`: this replica's, summed over its rows in
   // float64; may be undefined. `buffers`: by stage those given at first, summed over this replica's groups, then over
   // all replicas; of whole numbers the first replica's.
   void finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss,
               std::map<int, Tensors>& buffers);
-  // The mean over all replicas by rows, in float64; undefined if one has none.
+  // Returns the mean over all replicas by rows, in float64; undefined if one has none.
   const at::Tensor& loss() const { return loss_; }
-  // Of the last step, a ReduceGrad for every stage: `waiting` when its share was there, `start` and `end` of summing.
+  // Events of the last step, a ReduceGrad for every stage: `waiting` when its share was there, `start` and `end` of
+  // summing.
   std::vector<TimelineEvent> timeline() const;
 
   // Gives the step up and tells the other replicas why.
@@ -73,7 +71,7 @@ class ReplicaSums {
       bool is_buffer = false;
     };
     std::vector<Member> members;
-    // Of the step that runs. Handed over by the step's thread, ...
+    // State of the running step. Handed over by the step's thread, ...
     bool handed = false;
     Tensors own;  // by member
     // ... and summed by the other.
@@ -89,13 +87,13 @@ class ReplicaSums {
   Way add_messages(int from, int phase);
   void hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients,
                  const std::map<int, Tensors>& buffers = {});
-  // Of what both threads look at.
+  // Changes what both threads look at.
   void change(const std::function<void()>& what);
   // --- in the thread ---
   void run();
   void sum_all();
   void sum_part(size_t index);
-  // The tensors of another replica's message: `first`, then the gradients of the members that `owner` owns.
+  // Returns the tensors of another replica's message: `first`, then the gradients of the members that `owner` owns.
   std::vector<AgreedValue> agreed(const Part& part, int owner, std::vector<AgreedValue> first) const;
   at::Tensor add_up(const Part::Member& member, const std::vector<at::Tensor>& by_replica) const;
 

@@ -10,10 +10,10 @@
 #include <thread>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/pipeline/shared_parameters.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {
@@ -74,7 +74,7 @@ Role replicas_role("replicas", [] {
   return 0;
 });
 
-// The order that is promised: that of one process whose microbatches are a group for each replica.
+// Trains one process whose microbatches are a group for each replica: the promised order of sums.
 std::map<std::string, std::string> by_one_process(const std::string& name, const std::string& table) {
   const int num = stages_of(table);
   auto model = test_model(name, num);
@@ -209,7 +209,7 @@ TEST(Replicas, SumAStagesGradientsWhileTheOthersGoOn) {
       EXPECT_EQ(reduced, per_rank) << table;
       EXPECT_EQ(reports.at(table + "/bubble"), "a share");
     }
-    // Where a rank has several stages, the first one to be complete is summed beside the other's actions.
+    // If a rank has several stages, the first one to be complete is summed beside the other's actions.
     EXPECT_EQ(beside, per_rank == 2 ? 4 : 0) << table;
   }
 }

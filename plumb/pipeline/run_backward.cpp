@@ -3,22 +3,22 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/pipeline/runtime_state.h"
+#include "plumb/pipeline/stage_runner.h"
 
 namespace plumb {
 
 // Outputs with a gradient, and their gradients.
-void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot, int m, const at::Tensor& loss,
-                                      Tensors& outputs, Tensors& grads) const {
-  if (stage.stage == last_stage()) {
+void StageRunner::start_of_backward(const LocalStage& stage, const Slot& slot, int m, const at::Tensor& loss,
+                                    Tensors& outputs, Tensors& grads) const {
+  if (stage.stage == setup.last_stage()) {
     const at::Tensor& root = loss.defined() ? loss : slot.loss;
     if (!root.defined()) {
       throw Error(ErrorKind::InvalidState, str("microbatch ", m, " goes back from the last stage without a loss"), "",
                   "give its backward the loss");
     }
     outputs.push_back(root);
-    const bool weighted = loss.defined() || weights[m] == 1;
-    grads.push_back(weighted ? at::ones_like(root) : at::full_like(root, weights[m]));
+    const bool weighted = loss.defined() || batch.weights[m] == 1;
+    grads.push_back(weighted ? at::ones_like(root) : at::full_like(root, batch.weights[m]));
     return;
   }
   if (slot.output_grads.size() != slot.outputs.size()) {
@@ -32,7 +32,7 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
   }
 }
 
-void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss) {
+void StageRunner::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss) {
   if (stage.buffers) stage.buffers->begin_microbatch(m);
   if (kind == ActionKind::BackwardWeight) {
     if (!slot.weights_due) {
@@ -67,25 +67,25 @@ void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot,
   slot = std::move(done);
 }
 
-void PipelineState::check_input_grads(const LocalStage& stage, const Slot& slot, int m) const {
-  if (!options.check_numerics) return;
+void StageRunner::check_input_grads(const LocalStage& stage, const Slot& slot, int m) const {
+  if (!setup.options.check_numerics) return;
   for (size_t i = 0; i < slot.input_grads.size(); i++) {
     check_finite(slot.input_grads[i], [&] { return value_name("the gradient of input ", i, stage.stage, m); });
   }
 }
 
 // Later stages come first, as autograd adds.
-void PipelineState::keep_input_grads(const LocalStage& stage, int m, const Tensors& grads) {
+void StageRunner::keep_input_grads(const LocalStage& stage, int m, const Tensors& grads) {
   const auto& sources = stage.wiring->sources;
-  for (size_t i = 0; !layout.dynamic_outputs && i < sources.size(); i++) {
+  for (size_t i = 0; !setup.layout.dynamic_outputs && i < sources.size(); i++) {
     if (sources[i].stage >= 0 || !grads[i].defined()) continue;
-    input_grads.resize(schedule.num_microbatches);
-    auto& kept = input_grads[m];
-    kept.resize(layout.num_inputs);
+    batch.input_grads.resize(setup.schedule.num_microbatches);
+    auto& kept = batch.input_grads[m];
+    kept.resize(setup.layout.num_inputs);
     auto& sum = kept[sources[i].index];
-    // Where the input is: stages that use it may be on several devices.
-    const bool known = inputs != nullptr && !inputs->empty();
-    const at::Tensor grad = known ? grads[i].to((*inputs)[m][sources[i].index].device()) : grads[i];
+    // On the input's device: stages that use it may be on several devices.
+    const bool known = batch.inputs != nullptr && !batch.inputs->empty();
+    const at::Tensor grad = known ? grads[i].to((*batch.inputs)[m][sources[i].index].device()) : grads[i];
     sum = sum.defined() ? sum + grad : grad;
   }
 }

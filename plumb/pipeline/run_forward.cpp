@@ -13,7 +13,7 @@
 #include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/node_seeds.h"
-#include "plumb/pipeline/runtime_state.h"
+#include "plumb/pipeline/stage_runner.h"
 
 namespace plumb {
 namespace {
@@ -52,24 +52,24 @@ void check_finite(const at::Tensor& t, const std::function<std::string()>& name)
   const auto finite = at::isfinite(t);
   const auto passed = finite.all();
   if (t.is_cpu() && passed.item<bool>()) return;
-  // Where the first one is, too, is found on the device: nothing keeps the tensor.
+  // The place of the first one is found on the device, too: nothing keeps the tensor.
   const auto at = at::argmin(finite.reshape(-1).to(at::kByte)), value = t.reshape(-1).index_select(0, at.view(1));
   check_value(passed, [at, value, sizes = t.sizes().vec(), name = name()] {
     return Error(ErrorKind::Numerics, name + ": entry " + entry_text(at.item<int64_t>(), sizes, value.item()));
   });
 }
 
-std::uint64_t PipelineState::seed_of_step() const {
-  return mix_seeds(*options.seed, static_cast<std::uint64_t>(step_number));
+std::uint64_t StageRunner::seed_of_step() const {
+  return mix_seeds(*setup.options.seed, static_cast<std::uint64_t>(step_number));
 }
 
-std::uint64_t PipelineState::place_of_microbatch(int m) const {
+std::uint64_t StageRunner::place_of_microbatch(int m) const {
   if (!first_rows.empty()) return static_cast<std::uint64_t>(first_rows[m]);
-  return static_cast<std::uint64_t>(options.replicas.rank()) * schedule.num_microbatches + m;
+  return static_cast<std::uint64_t>(setup.options.replicas.rank()) * setup.schedule.num_microbatches + m;
 }
 
-void PipelineState::seed_generator(int stage, int m) const {
-  if (!options.seed) return;
+void StageRunner::seed_generator(int stage, int m) const {
+  if (!setup.options.seed) return;
   const std::uint64_t seed =
       mix_seeds(mix_seeds(seed_of_step(), place_of_microbatch(m)), static_cast<std::uint64_t>(stage));
   for (at::Generator& generator : generators()) {
@@ -78,7 +78,7 @@ void PipelineState::seed_generator(int stage, int m) const {
   }
 }
 
-std::vector<at::Generator> PipelineState::generators() const {
+std::vector<at::Generator> StageRunner::generators() const {
   std::vector<at::Generator> all{at::detail::getDefaultCPUGenerator()};
   for (const auto& [index, stage] : stages) {
     const auto device = stage.function->device();
@@ -89,16 +89,16 @@ std::vector<at::Generator> PipelineState::generators() const {
   return all;
 }
 
-void PipelineState::start_recompute(LocalStage& stage, const Tensors& inputs,
-                                    std::optional<CheapRecompute>& recompute) const {
+void StageRunner::start_recompute(LocalStage& stage, const Tensors& inputs,
+                                  std::optional<CheapRecompute>& recompute) const {
   if (!training || stage.function->recompute != Recompute::Cheap || stage.recomputed.differing != 0) return;
   // Small results are kept: what a microbatch had none of, one of no more values has none of either.
   if (count_values(inputs) <= stage.nothing_to_recompute) return;
   recompute.emplace(/*check=*/!std::exchange(stage.recompute_checked, true));
 }
 
-void PipelineState::finish_recompute(LocalStage& stage, const Slot& slot,
-                                     std::optional<CheapRecompute>& recompute) const {
+void StageRunner::finish_recompute(LocalStage& stage, const Slot& slot,
+                                   std::optional<CheapRecompute>& recompute) const {
   if (!recompute) return;
   recompute->finish();
   stage.recomputed = recompute->report();
@@ -108,17 +108,17 @@ void PipelineState::finish_recompute(LocalStage& stage, const Slot& slot,
   recompute.reset();
 }
 
-const Tensors* PipelineState::model_inputs(const Slot& slot, int m) const {
+const Tensors* StageRunner::model_inputs(const Slot& slot, int m) const {
   if (!slot.model_inputs.empty()) return &slot.model_inputs;
-  return inputs == nullptr || inputs->empty() ? nullptr : &(*inputs)[m];
+  return batch.inputs == nullptr || batch.inputs->empty() ? nullptr : &(*batch.inputs)[m];
 }
 
-void PipelineState::complete_sizes(Slot& slot, int m) const {
+void StageRunner::complete_sizes(Slot& slot, int m) const {
   const Tensors* given = model_inputs(slot, m);
-  if (layout.input_sizes.empty() || given == nullptr) return;
-  const size_t count = std::min(given->size(), layout.input_sizes.size());
+  if (setup.layout.input_sizes.empty() || given == nullptr) return;
+  const size_t count = std::min(given->size(), setup.layout.input_sizes.size());
   auto as_in_layout = [&](size_t i) {
-    const auto& known = layout.input_sizes[i];
+    const auto& known = setup.layout.input_sizes[i];
     if (!(*given)[i].defined() || !known) return true;
     const auto sizes = (*given)[i].sizes();
     return std::equal(sizes.begin(), sizes.end(), known->begin(), known->end(),
@@ -127,24 +127,24 @@ void PipelineState::complete_sizes(Slot& slot, int m) const {
   bool other = !slot.sizes.empty();
   for (size_t i = 0; i < count && !other; i++) other = !as_in_layout(i);
   for (size_t i = 0; i < count && other; i++) {
-    if ((*given)[i].defined() && layout.input_sizes[i]) slot.sizes[i] = (*given)[i].sizes().vec();
+    if ((*given)[i].defined() && setup.layout.input_sizes[i]) slot.sizes[i] = (*given)[i].sizes().vec();
   }
 }
 
-void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants) {
+void StageRunner::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants) {
   const auto& w = *stage.wiring;
   const Tensors* given = model_inputs(slot, m);
   values.reserve(slot.sources.size());
   wants.reserve(slot.sources.size());
   for (size_t i = 0; i < slot.sources.size(); i++) {
     auto& source = slot.sources[i];
-    if (!layout.dynamic_outputs && w.sources[i].stage < 0) {
+    if (!setup.layout.dynamic_outputs && w.sources[i].stage < 0) {
       const auto index = static_cast<size_t>(w.sources[i].index);
       if (given == nullptr || given->size() <= index || !(*given)[index].defined()) {
-        throw Error(
-            ErrorKind::StructureMismatch,
-            str("stage ", stage.stage, " uses input ", index, " of the model, and rank ", rank(), " was not given it"),
-            "", "give the input to step() on every rank whose stages use it");
+        throw Error(ErrorKind::StructureMismatch,
+                    str("stage ", stage.stage, " uses input ", index, " of the model, and rank ", setup.rank,
+                        " was not given it"),
+                    "", "give the input to step() on every rank whose stages use it");
       }
       const auto& input = (*given)[index];
       source = {input, input.requires_grad()};
@@ -155,19 +155,18 @@ void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors&
   slot.sources.clear();
 }
 
-// Whether a value that was handed over in memory has other users here.
-bool PipelineState::shared_on_this_rank(const ValueSource& source, int m) const {
-  if (by_hand || schedule.placement.rank_of(source.stage, m) != rank()) return false;
+// Returns whether a value that was handed over in memory has other users here.
+bool StageRunner::shared_on_this_rank(const ValueSource& source, int m) const {
+  if (setup.schedule.rows.empty() || setup.schedule.placement.rank_of(source.stage, m) != setup.rank) return false;
   return std::ranges::count_if(stages, [&](const auto& entry) {
            const auto& sources = entry.second.wiring->sources;
            return std::ranges::find(sources, source) != sources.end();
          }) > 1;
 }
 
-// Raises an Error if the stage wrote to a value that other stages of this rank use.
-void PipelineState::check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions,
-                                 int m) const {
-  for (size_t i = 0; !layout.dynamic_outputs && i < values.size(); i++) {
+// Throws an Error if the stage wrote to a value that other stages of this rank use.
+void StageRunner::check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions, int m) const {
+  for (size_t i = 0; !setup.layout.dynamic_outputs && i < values.size(); i++) {
     const auto& source = stage.wiring->sources[i];
     if (source.stage < 0 || !values[i].defined() || values[i].is_inference()) continue;
     if (static_cast<std::int64_t>(values[i]._version()) == versions[i] || !shared_on_this_rank(source, m)) continue;
@@ -178,7 +177,7 @@ void PipelineState::check_writes(const LocalStage& stage, const Tensors& values,
   }
 }
 
-void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::optional<CheapRecompute>* recompute) {
+void StageRunner::run_function(LocalStage& stage, Slot& slot, int m, std::optional<CheapRecompute>* recompute) {
   const auto& w = *stage.wiring;
   Tensors values;
   std::vector<bool> wants;
@@ -188,7 +187,7 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
   c10::SmallVector<std::int64_t, 8> versions;
   for (const auto& v : values) versions.push_back(v.defined() && !v.is_inference() ? v._version() : 0);
   Tensors in;
-  if (layout.dynamic_outputs) {
+  if (setup.layout.dynamic_outputs) {
     in = boundary->inputs();
   } else {
     in.reserve(w.source_of_input.size());
@@ -198,12 +197,12 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
   if (training && stage.buffers) stage.buffers->begin_microbatch(m);
   std::optional<NodeSeeds> seeds;
   const int64_t rows = first_rows.empty() ? 0 : first_rows[static_cast<size_t>(m) + 1] - first_rows[m];
-  if (options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
+  if (setup.options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
   slot.results = stage.function->run(in, {m, slot.sizes});
   seeds.reset();
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
-  const bool counted =
-      !layout.dynamic_outputs && (stage.stage != last_stage() || options.loss || options.return_outputs);
+  const bool counted = !setup.layout.dynamic_outputs &&
+                       (stage.stage != setup.last_stage() || setup.options.loss || setup.options.return_outputs);
   if (counted && static_cast<int>(slot.results.size()) != stage.num_outputs) {
     throw Error(ErrorKind::StructureMismatch, str("stage ", stage.stage, " returned ", slot.results.size(),
                                                   " values, its layout says ", stage.num_outputs));
@@ -213,26 +212,26 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
   slot.went_forward = true;
 }
 
-void PipelineState::check_results(const LocalStage& stage, Slot& slot, int m, bool hooked) {
-  if (options.check_numerics) {
+void StageRunner::check_results(const LocalStage& stage, Slot& slot, int m, bool hooked) {
+  if (setup.options.check_numerics) {
     for (size_t k = 0; k < slot.results.size(); k++) {
       check_finite(slot.results[k], [&] { return value_name("output ", k, stage.stage, m); });
     }
   }
-  if (stage.stage == last_stage()) finish_model(m, slot, hooked);
+  if (stage.stage == setup.last_stage()) finish_model(m, slot, hooked);
 }
 
-void PipelineState::finish_model(int m, Slot& slot, bool hooked) {
+void StageRunner::finish_model(int m, Slot& slot, bool hooked) {
   const Tensors& outputs = slot.results;
-  const bool wanted = training || (options.loss ? !targets->empty() : false);
+  const bool wanted = training || (setup.options.loss ? !batch.targets->empty() : false);
   if (wanted || slot.loss.defined()) {
     at::Tensor loss = slot.loss;
     if (loss.defined()) {
       // By a hook.
-    } else if (options.loss) {
-      loss = options.loss(outputs, targets->empty() ? Tensors{} : (*targets)[m]);
-    } else if (options.loss_output >= 0 && static_cast<size_t>(options.loss_output) < outputs.size()) {
-      loss = outputs[options.loss_output];
+    } else if (setup.options.loss) {
+      loss = setup.options.loss(outputs, batch.targets->empty() ? Tensors{} : (*batch.targets)[m]);
+    } else if (setup.options.loss_output >= 0 && static_cast<size_t>(setup.options.loss_output) < outputs.size()) {
+      loss = outputs[setup.options.loss_output];
     }
     if (!loss.defined() && hooked) return;  // a hook may go back from a loss that it alone knows
     if (!loss.defined() || loss.numel() != 1 || (training && !loss.requires_grad())) {
@@ -241,16 +240,16 @@ void PipelineState::finish_model(int m, Slot& slot, bool hooked) {
                       loss.defined() && loss.numel() == 1 ? " and requires no gradient" : ", not one number"),
                   "", "give PipelineOptions::loss, or a model whose output loss_output is its loss");
     }
-    if (options.check_numerics) check_finite(loss, [&] { return str("the loss of microbatch ", m); });
-    losses[m] = loss.detach();
+    if (setup.options.check_numerics) check_finite(loss, [&] { return str("the loss of microbatch ", m); });
+    batch.losses[m] = loss.detach();
     if (training) slot.loss = loss;
   }
-  if (options.return_outputs || !training) {
-    for (const auto& o : outputs) model_outputs[m].push_back(o.defined() ? o.detach() : o);
+  if (setup.options.return_outputs || !training) {
+    for (const auto& o : outputs) batch.outputs[m].push_back(o.defined() ? o.detach() : o);
   }
 }
 
-void PipelineState::keep_for_backward(const LocalStage& stage, Slot& slot) const {
+void StageRunner::keep_for_backward(const LocalStage& stage, Slot& slot) const {
   const Tensors results = std::move(slot.results);
   slot.results.clear();
   if (!training) {
@@ -258,10 +257,10 @@ void PipelineState::keep_for_backward(const LocalStage& stage, Slot& slot) const
     return;
   }
   slot.boundary->release_inputs();
-  if (stage.stage == last_stage()) return;  // only the loss goes backwards
+  if (stage.stage == setup.last_stage()) return;  // only the loss goes backwards
   slot.outputs.resize(results.size());
   for (size_t k = 0; k < results.size(); k++) {
-    const bool used = layout.dynamic_outputs || stage.wiring->output_used[k];
+    const bool used = setup.layout.dynamic_outputs || stage.wiring->output_used[k];
     if (used && results[k].defined() && results[k].requires_grad()) slot.outputs[k] = backward_handle(results[k]);
   }
 }

@@ -7,6 +7,84 @@
 #include "plumb/schedule/lower.h"
 
 namespace plumb {
+namespace {
+
+// Every value's users, ascending.
+std::map<ValueSource, std::vector<int>> users_of_values(const PipelineLayout& layout) {
+  std::map<ValueSource, std::vector<int>> users;
+  for (int s = 0; s < layout.num_stages(); s++) {
+    for (const auto& source : layout.stages[s].inputs) {
+      auto& list = users[source];
+      if (list.empty() || list.back() != s) list.push_back(s);
+    }
+  }
+  return users;
+}
+
+template <typename Bundles>
+auto& bundle_for(Bundles& bundles, int stage) {
+  for (auto& b : bundles) {
+    if (b.stage == stage) return b;
+  }
+  return bundles.emplace_back(typename Bundles::value_type{stage, {}});
+}
+
+}  // namespace
+
+std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
+  layout.check();
+  std::vector<StageWiring> wiring(layout.stages.size());
+  for (int s = 0; s < layout.num_stages(); s++) {
+    auto& w = wiring[s];
+    w.output_used.assign(layout.stages[s].num_outputs, false);
+    for (const auto& in : layout.stages[s].inputs) {
+      auto at = std::ranges::find(w.sources, in);
+      w.source_of_input.push_back(static_cast<int>(at - w.sources.begin()));
+      if (at == w.sources.end()) w.sources.push_back(in);
+    }
+  }
+  const auto users = users_of_values(layout);
+  auto source_index = [&](int stage, const ValueSource& value) {
+    const auto& sources = wiring[stage].sources;
+    return static_cast<int>(std::ranges::find(sources, value) - sources.begin());
+  };
+  for (int s = 0; s < layout.num_stages(); s++) {
+    auto& w = wiring[s];
+    for (int i = 0; i < static_cast<int>(w.sources.size()); i++) {
+      const auto& value = w.sources[i];
+      if (value.stage < 0) continue;
+      auto& maker = wiring[value.stage];
+      maker.output_used[value.index] = true;
+      bundle_for(w.values_in, value.stage).indices.push_back(i);
+      bundle_for(maker.values_out, s).indices.push_back(static_cast<int>(value.index));
+      const auto& list = users.at(value);
+      const auto at = std::ranges::find(list, s);
+      const int to = at == list.begin() ? value.stage : *(at - 1);
+      bundle_for(w.grads_out, to).indices.push_back(i);
+      bundle_for(wiring[to].grads_in, s)
+          .targets.push_back(to == value.stage ? StageWiring::GradBundle::Target{true, static_cast<int>(value.index)}
+                                               : StageWiring::GradBundle::Target{false, source_index(to, value)});
+    }
+  }
+  auto ascending = [](const auto& a, const auto& b) { return a.stage < b.stage; };
+  for (auto& w : wiring) {
+    std::ranges::sort(w.values_out, ascending);
+    std::ranges::sort(w.values_in, ascending);
+    std::ranges::sort(w.grads_out, [](const auto& a, const auto& b) { return a.stage > b.stage; });
+  }
+  return wiring;
+}
+
+StageEdges edges_of(const std::vector<StageWiring>& wiring) {
+  StageEdges edges;
+  for (int s = 0; s < static_cast<int>(wiring.size()); s++) {
+    std::set<int> later;
+    for (const auto& bundle : wiring[s].values_out) later.insert(bundle.stage);
+    for (const auto& bundle : wiring[s].grads_in) later.insert(bundle.stage);
+    for (const int to : later) edges.push_back({s, to});
+  }
+  return edges;
+}
 
 Schedule compute_only(const Schedule& schedule) {
   Schedule out = schedule;
@@ -148,7 +226,7 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
   return plan;
 }
 
-void order_messages(RunPlan& plan, const Schedule& schedule, const StageEdges& edges, int rank) {
+void order_messages(RunPlan& plan, const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank) {
   using End = MessagePlan::End;
   auto& messages = plan.messages;
   std::map<std::pair<bool, MessageId>, int> indices;
@@ -160,7 +238,7 @@ void order_messages(RunPlan& plan, const Schedule& schedule, const StageEdges& e
   // Pairs stay whole, as hooks of some ranks may run them as one.
   Schedule computing = schedule;
   for (auto& row : computing.rows) std::erase_if(row, [](const Action& a) { return !a.is_compute(); });
-  const Schedule lowered = lower_schedule(computing, edges, {.keep_pairs = true});
+  const Schedule lowered = lower_schedule(computing, edges_of(wiring), {.keep_pairs = true});
   const std::vector<int> meets = meeting_messages(lowered)[rank];
   const auto& row = lowered.rows[rank];
   int last = -1;  // the entry whose message is the last one in the order

@@ -7,9 +7,9 @@
 // backward(), for tied ones by this runtime with all stages in one process. (Two-way tables, where a stage lives on two
 // ranks, sum the two ranks' shares at the end and are equal from run to run.)
 //
-// A stage's forwards run in the order of the table, so buffers (batch norm) are updated once per microbatch. Of several
-// groups of microbatches (PipelineOptions::gradient_groups; replicas are such) each begins with the buffers as they
-// were before the step, which then are the mean over the groups (group_buffers.h).
+// A stage's forwards run in the order of the table, so buffers (batch norm) are updated once per microbatch. Each of
+// several groups of microbatches (PipelineOptions::gradient_groups; replicas are such) begins with the buffers from
+// before the step, which then are the mean over the groups (group_buffers.h).
 #pragma once
 
 #include <functional>
@@ -47,7 +47,7 @@ struct PipelineOptions {
   bool record_timeline = false;
   // Called after each of this rank's actions of a step: how many are done, of how many.
   std::function<void(size_t done, size_t total)> progress;
-  bool check_numerics = false;  // raise Error(Numerics) at the first NaN or infinity that leaves a stage
+  bool check_numerics = false;  // throw Error(Numerics) at the first NaN or infinity that leaves a stage
   // Seeds the generators of the CPU and of the stages' devices for each forward, so that dropout does not depend on the
   // schedule either: for every random node of a stage's graph from this, the step, the node's name and the microbatch's
   // place in the batch of all replicas, so not on the cut and the replicas either (graph/node_seeds.h; set_step()); for
@@ -88,11 +88,13 @@ struct StepResult {
   std::vector<Tensors> input_grads;
 };
 
+class StepRunner;
+
 class Pipeline {
  public:
   // `stages`: the stages this rank holds in the schedule's placement, no more and no fewer. The schedule is taken
   // without idle entries and messages (which follow from the layout). Blocks until all ranks have come and agree on
-  // layout, schedule and tied parameters. Raises Error(Schedule) if the table cannot run, Error(InvalidArgument) if
+  // layout, schedule and tied parameters. Throws Error(Schedule) if the table cannot run, Error(InvalidArgument) if
   // stages, placement and group do not fit, Error(Communication).
   Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
            ProcessGroup group = {}, PipelineOptions options = {});
@@ -102,8 +104,8 @@ class Pipeline {
 
   // Trains on one batch: accumulates into the parameters' `.grad`. `inputs`: the model's; those that no stage of this
   // rank uses may be undefined, and the list may be empty on a rank that uses none. `targets`: for the loss, on ranks
-  // that hold the last stage. Raises what a stage raised, as Error with rank and action; every other rank raises
-  // Error(Communication) that names this rank and its text.
+  // that hold the last stage. Throws a stage's error as Error with rank and action; every other rank throws
+  // Error(Communication) that names this rank and repeats its text.
   StepResult step(const Tensors& inputs, const Tensors& targets = {});
   // step() on a batch that is cut already; `rows` weighs the losses (empty: all alike). `rows_of_all`: of all replicas,
   // where it is known beforehand: each microbatch then weighs by its share of all, and gradients have the same bits for
@@ -115,36 +117,36 @@ class Pipeline {
   StepResult eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets = {},
                                const std::vector<int64_t>& rows = {});
 
-  // The time lines of the last step of all ranks, on every rank. All ranks must call it.
+  // Returns the time lines of the last step of all ranks, on every rank. All ranks must call it.
   std::vector<TimelineEvent> gather_timeline();
 
-  // The loss of the last step's batch: the mean by rows over all microbatches, and of a training step over all
+  // Returns the loss of the last step's batch: the mean by rows over all microbatches, and of a training step over all
   // replicas. On the rank that has the last stage of microbatch 0; undefined elsewhere, and after a step without
   // losses. If every stage is on two ranks, StepResult::loss is undefined and only this function has the loss. All
   // ranks must call it.
   at::Tensor gather_loss();
 
-  // The number of the next step, for PipelineOptions::seed: 0 at first, and one more with every step and evaluation.
-  // `rows`: of that step, where each microbatch of this replica begins in the batch of all, and where the last one
-  // ends: dropout then draws the same numbers for a row however the batch is cut. Raises Error(InvalidArgument) for
+  // Sets the number of the next step, for PipelineOptions::seed: 0 at first, and one more with every step and
+  // evaluation. `rows`: where each microbatch of this replica begins in that step's batch of all, and where the last
+  // one ends: dropout then draws the same numbers for a row however the batch is cut. Throws Error(InvalidArgument) for
   // another number of them.
   void set_step(std::int64_t number, std::vector<std::int64_t> rows = {});
 
-  // The results that a stage of this rank did not keep in its last forward, one microbatch's; empty before the first
-  // training step. Raises Error(InvalidArgument) for a stage of another rank.
+  // Returns the results that a stage of this rank did not keep in its last forward, one microbatch's; empty before the
+  // first training step. Throws Error(InvalidArgument) for a stage of another rank.
   const RecomputeReport& recomputed(int stage) const;
 
-  // The groups of tied parameters, listed ones and those found by name.
+  // Returns the groups of tied parameters, listed ones and those found by name.
   const std::vector<TiedParameter>& tied() const;
   const Schedule& schedule() const;
   const PipelineLayout& layout() const;
   int rank() const;
 
-  // Of the step that runs, for hooks. It must not outlive the pipeline.
+  // Returns the driver of the running step, for hooks. It must not outlive the pipeline.
   StepDriver driver();
 
  private:
-  std::unique_ptr<PipelineState> state_;
+  std::unique_ptr<StepRunner> runner_;
 };
 
 }  // namespace plumb

@@ -5,8 +5,8 @@
 #include <torch/torch.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/processes_test.h"
-#include "plumb/pipeline/test_models.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 
@@ -255,7 +255,7 @@ TEST(Pipeline, TiesOneTensorInTwoStages) {
   EXPECT_TRUE(at::equal(found, w.grad()));
 }
 
-// Has inputs of its own by microbatch, and hands on as many values as the microbatch's number says.
+// Has inputs of its own by microbatch, and returns as many values as the microbatch's number.
 struct GrowingStage : StageFunction {
   explicit GrowingStage(int s) : stage(s), weight(test_weight(s, {4, 4})) {}
   Tensors forward(const Tensors&) override { throw std::logic_error("not called by the runtime"); }

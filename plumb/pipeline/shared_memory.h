@@ -17,17 +17,17 @@ class SharedMemory {
     std::int64_t process = 0, descriptor = -1;
   };
 
-  // Of no bytes. Raises Error(ExecutionFailed) where the system gives none.
+  // Makes an empty memory. Throws Error(ExecutionFailed) if the system gives none.
   SharedMemory();
-  // Holds that of another process, to read it. Raises Error(Communication) if the process is gone or names something
-  // else.
+  // Opens the memory of another process, to read it. Throws Error(Communication) if the process is gone or names
+  // something else.
   explicit SharedMemory(const Address& address);
 
   Address address() const;
-  // For its maker: at least `bytes` of it, what was there kept, where they stand from now on. Raises
-  // Error(CannotWrite) without room: another process in this one's place would have none, either.
+  // For its maker: grows to at least `bytes`, keeps the contents, and returns their address. Throws Error(CannotWrite)
+  // without room: another process in this one's place would have none, either.
   char* grow(std::int64_t bytes);
-  // All that it has by now, as a tensor of bytes to read, which holds them by itself.
+  // Returns all that it has by now, as a tensor of bytes to read, which holds them by itself.
   at::Tensor bytes() const;
 
  private:

@@ -59,7 +59,7 @@ std::uint64_t content_hash(const at::Tensor& tensor) {
 
 namespace {
 
-// What every rank says of its parameters, merged: which of them are copies of one.
+// Merges every rank's list of its parameters: which of them are copies of one.
 class CopyFinder {
  public:
   CopyFinder(const std::map<int, std::vector<NamedTensor>>& local, Transport& transport)
@@ -88,7 +88,7 @@ class CopyFinder {
   }
 
  private:
-  // The same on every rank: by rank, then as each rank lists them.
+  // Returns the names in the same order on every rank: by rank, then as each rank lists them.
   std::vector<Known> exchange_names() {
     json mine = json::array();
     for (const auto& [stage, parameters] : local_) {
@@ -177,7 +177,7 @@ class CopyFinder {
       if (k.hash != first.hash) {
         throw Error(ErrorKind::InvalidState,
                     "copies of one parameter hold different values: " + where(first) + " and " + where(k), "",
-                    "initialise them alike on every rank, or load the same weights");
+                    "initialize them alike on every rank, or load the same weights");
       }
     }
   }

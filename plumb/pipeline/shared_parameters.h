@@ -23,25 +23,25 @@ struct ParameterCopy {
 // All copies of one parameter, in the order in which gradients are summed: from the last stage to the first.
 using CopyGroup = std::vector<ParameterCopy>;
 
-// FNV-1a over 64-bit words: enough to notice copies that were initialised apart.
+// FNV-1a over 64-bit words: enough to notice copies that were initialized apart.
 std::uint64_t content_hash(const at::Tensor& tensor);
 
 struct SharedParameters {
   std::vector<CopyGroup> groups;              // of two or more copies, of which this rank holds one at least
   std::vector<TiedParameter> tied;            // all groups of the pipeline, as stages and names
   std::vector<std::vector<bool>> copy_peers;  // [a][b]: ranks a and b hold copies of one parameter
-  // Whether this rank's stage holds one of them.
+  // Returns whether this rank's stage holds one of them.
   bool in_stage(int stage) const;
 };
 
-// Tells all ranks which parameters this one holds and gets theirs; groups are those of the layout and parameters of the
-// same name in several stages (or of one stage on several ranks). Raises Error(InvalidArgument) if a listed copy does
-// not exist, or copies differ in size, type or value.
+// Exchanges the parameters that each rank holds; groups are those of the layout and parameters of the same name in
+// several stages (or of one stage on several ranks). Throws Error(InvalidArgument) if a listed copy does not exist, or
+// copies differ in size, type or value.
 SharedParameters find_shared_parameters(const PipelineLayout& layout,
                                         const std::map<int, std::vector<NamedTensor>>& local, Transport& transport);
 
-// The values this rank sends to `peer` and gets from it at the end of a step: own (peer's) copies of the groups both
-// hold, in the order of groups and copies.
+// Returns the values this rank sends to `peer` and gets from it at the end of a step: own (peer's) copies of the groups
+// both hold, in the order of groups and copies.
 std::vector<std::pair<const CopyGroup*, const ParameterCopy*>> copies_for_peer(const SharedParameters& shared,
                                                                                int holder, int other);
 

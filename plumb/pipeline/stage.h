@@ -33,24 +33,25 @@ class StageFunction {
   virtual ~StageFunction() = default;
   // Whether the backward computes cheap results again instead of keeping them: less memory, the same bits.
   Recompute recompute = Recompute::Cheap;
-  // One microbatch. Inputs and outputs in the order of the layout (layout.h).
+  // Runs one microbatch. Inputs and outputs are in the order of the layout (layout.h).
   virtual Tensors forward(const Tensors& inputs) = 0;
-  // The runtime calls this; a stage overrides it to learn which microbatch it runs.
+  // Called by the runtime; a stage overrides it to learn which microbatch it runs.
   virtual Tensors run(const Tensors& inputs, const Microbatch& microbatch) {
     (void)microbatch;
     return forward(inputs);
   }
   // Leaves whose gradients are accumulated; frozen ones may be among them. Asked for at the start of every step.
   virtual std::vector<NamedTensor> parameters() const { return {}; }
-  // Where the stage computes: the runtime moves inputs and gradients there. Nothing: it takes them where they are.
+  // The stage's device: the runtime moves inputs and gradients there. Nullopt: the stage takes them on any device.
   virtual std::optional<at::Device> device() const {
     const auto own = parameters();
     return own.empty() ? std::nullopt : std::optional(own.front().tensor.device());
   }
   // Buffers that forwards write (running statistics). Asked for once.
   virtual std::vector<NamedTensor> written_buffers() const { return {}; }
-  // A stage that does a part of its weight gradients by itself: the runtime then runs autograd's whole backward where
-  // the input half would be, asks for the work right after it, and does it where the weight half would be.
+  // Returns whether the stage does a part of its weight gradients by itself: the runtime then runs autograd's whole
+  // backward where the input half would be, asks for the work right after it, and does it where the weight half would
+  // be.
   virtual bool has_own_weight_work() const { return false; }
   virtual std::function<void()> own_weight_work() { return {}; }
 };

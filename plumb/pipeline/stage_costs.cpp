@@ -23,7 +23,7 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// The time when the stage's device has done what it was asked to.
+// Returns the time when the stage's device has done what it was asked to.
 double done_by(GraphStage& stage) {
   const auto device = stage.device();
   if (device && !device->is_cpu() && !device->is_meta()) {
@@ -130,7 +130,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       Tensors values;
       std::vector<bool> wants;
       for (const StageInputPort& port : pipe.stage_inputs(s)) {
-        if (port.source.is_pipeline_input()) {
+        if (port.source.is_model_input()) {
           const c10::IValue& value = inputs.at(port.source.index);
           values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
           wants.push_back(false);

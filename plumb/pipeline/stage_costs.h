@@ -14,23 +14,23 @@ struct StageCostOptions {
   // Cost of a message between ranks: seconds, and bytes in a second.
   double seconds_per_message = 5e-5;
   double bytes_per_second = 2e9;
-  // Bytes of a parameter, its gradient and the optimiser's state, as a multiple of the parameter's bytes (4: AdamW).
+  // Bytes of a parameter, its gradient and the optimizer's state, as a multiple of the parameter's bytes (4: AdamW).
   double bytes_per_parameter_byte = 4;
   Machine machine = {};  // for estimates
 };
 
-// Seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Every stage runs on what it
-// gets in a run of all, forwards, whole backwards and both halves. Activations are what a stage holds from its forward
-// to its backward; Costs::held_for_weight is the largest share of it that any stage holds after the input half. State,
-// gradients and the random generator are left as they were. Raises what a stage raises.
+// Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Every stage runs on
+// its inputs in a run of all, forwards, whole backwards and both halves. Activations are what a stage holds from its
+// forward to its backward; Costs::held_for_weight is the largest share of it that any stage holds after the input half.
+// State, gradients and the random generator are left as they were. Throws what a stage throws.
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs,
                           const StageCostOptions& options = {});
 
 // Estimates these costs from shapes alone (estimate_cost), both halves of a backward alike.
 StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options = {});
 
-// Inputs to measure with, of the sizes and types the graph was made for: random numbers, zeros for integers. Raises
-// Error(InvalidArgument) for an input whose sizes are not known.
+// Returns inputs to measure with, of the sizes and types the graph was made for: random numbers, zeros for integers.
+// Throws Error(InvalidArgument) for an input whose sizes are not known.
 std::vector<c10::IValue> example_inputs(const GraphModule& module);
 
 }  // namespace plumb

@@ -8,7 +8,6 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/wiring.h"
 #include "plumb/schedule/generators.h"
 #include "tests/test_device.h"
 
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int64_t kWidth = 32, kRows = 64;
 
-// A transformer layer's second half, behind dropout.
+// Returns a transformer layer's second half, behind dropout.
 std::shared_ptr<StageFunction> block(int stage, Recompute recompute) {
   at::manual_seed(stage);
   const std::string name = std::to_string(stage) + ".";
@@ -97,7 +96,7 @@ TEST(StageRecompute, SaysWhatAMicrobatchDidNotKeep) {
   for (const auto& report : run(kWhole, Recompute::None).reports) EXPECT_TRUE(report.by_operator.empty());
 }
 
-// What is small is kept, so a stage of small microbatches is left alone; larger ones after them are not.
+// Small results are kept, so a stage of small microbatches is left alone; larger ones after them are not.
 TEST(StageRecompute, StartsWhereLargerMicrobatchesFollowSmallOnes) {
   std::map<int, std::shared_ptr<StageFunction>> stages;
   for (int s : {0, 1}) stages[s] = block(s, Recompute::Cheap);
@@ -179,7 +178,7 @@ TEST(StageRecompute, AReportIsOfAStageOfThisRank) {
   EXPECT_THROW(pipeline.recomputed(1), Error);
 }
 
-// How many forwards of every stage keep everything because they go back at once while others wait.
+// Returns how many forwards of every stage keep everything because they go back at once while others wait.
 std::vector<int> kept_whole(const std::string& name, int rank) {
   const Schedule schedule = compute_only(make_schedule(name, 2, 8));
   const int stages = schedule.num_stages();

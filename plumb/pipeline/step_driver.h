@@ -14,15 +14,15 @@
 
 namespace plumb {
 
-struct PipelineState;
+class StageRunner;
 
-// Outside of a step, or for what is not there, every function raises Error(InvalidState) or Error(InvalidArgument). A
+// Outside of a step, or for what is not there, every function throws Error(InvalidState) or Error(InvalidArgument). A
 // forward and a backward of one step may run at once, on two threads.
 class StepDriver {
  public:
-  // Of the step that a pipeline runs.
-  explicit StepDriver(PipelineState& step);
-  // Of one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
+  // Drives the step that a pipeline runs.
+  explicit StepDriver(StageRunner& runner);
+  // Drives one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
   StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFunction> function);
   StepDriver(StepDriver&&) noexcept;
   ~StepDriver();
@@ -33,21 +33,21 @@ class StepDriver {
   // weighted already, else with the loss of the microbatch.
   void backward(ActionKind kind, int stage, int microbatch, const at::Tensor& loss = {});
 
-  // The loss of a microbatch, on the rank of the last stage, in place of PipelineOptions::loss.
+  // Sets the loss of a microbatch, on the rank of the last stage, in place of PipelineOptions::loss.
   void set_loss(int microbatch, const at::Tensor& loss);
   // Gives a stage of this rank all outputs of stage `from`, in place of what that stage handed over. `sizes`: of the
   // model's inputs they come from, where they are not as in the layout.
   void take_outputs(int stage, int microbatch, int from, const Tensors& outputs, const ModelSizes& sizes = {});
   // Gives a stage of this rank the gradients input_gradients(from, microbatch, stage).
   void take_gradients(int stage, int microbatch, int from, const Tensors& gradients);
-  // The model's inputs, in place of the step's; those that are undefined stay.
+  // Gives the model's inputs, in place of the step's. Where one is undefined the step's stays.
   void take_model_inputs(int stage, int microbatch, const Tensors& inputs);
-  // After a backward: the gradients that go from `stage` to the stage `to`; empty if none do.
+  // Returns the gradients that go from `stage` to the stage `to` after a backward; empty if none do.
   Tensors input_gradients(int stage, int microbatch, int to) const;
 
  private:
-  std::unique_ptr<PipelineState> own_;
-  PipelineState* state_;
+  std::unique_ptr<StageRunner> own_;  // of a stage by hand; null: a pipeline's
+  StageRunner* runner_;
 };
 
 // A function in the place of an action: Forward, FullBackward, BackwardInput, BackwardWeight; Overlap, of which the
@@ -66,7 +66,7 @@ struct HookPoint {
 using ActionHooks = std::map<HookPoint, ActionHook>;
 
 const ActionHooks& no_hooks();
-// Null: there is none.
+// Returns null if there is none.
 const ActionHook* find_hook(const ActionHooks& hooks, ActionKind kind, int stage);
 
 }  // namespace plumb

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/test_models.h"
+#include "plumb/pipeline/models_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 
@@ -128,7 +128,7 @@ TEST(Hooks, OfReduceGradSeeCompleteGradientsAndDivideThemThemselves) {
     const Done hooked =
         train(model, "LoopedBFS",
               {{{ActionKind::ReduceGrad}, [&](const Action& action, StepDriver&) { order.push_back(action.stage); }}});
-    // Of tied parameters at the end of a step, else as soon as a stage's gradients are complete.
+    // Hooks see tied parameters at the end of a step, others as soon as a stage's gradients are complete.
     EXPECT_THAT(order, std::string(model) == "tied" ? testing::Matcher<std::vector<int>>(ElementsAre(0, 1, 0, 1))
                                                     : testing::Matcher<std::vector<int>>(ElementsAre(1, 0, 1, 0)));
     for (size_t i = 0; i < plain.gradients.size(); i++)

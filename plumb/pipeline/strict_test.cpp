@@ -11,10 +11,10 @@
 #include <sstream>
 #include <thread>
 
-#include "plumb/pipeline/group_state.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/gloo_backend.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/stage_costs.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {
@@ -38,7 +38,7 @@ std::string text_of(const std::vector<std::string>& errors) {
   return all;
 }
 
-// What all ranks reported.
+// Returns the reports of all ranks.
 std::map<std::string, std::string> reports(const Run& run) {
   EXPECT_EQ(run.result.exit_code(), 0) << text_of(run.errors);
   std::map<std::string, std::string> all;
@@ -184,7 +184,7 @@ TEST(Strict, TheLostRankIsNamedAndNotWhatAStageMadeOfItsValues) {
     const auto run = run_role("watchful", 3, strict({{"LINK_MS", "5"}, {"AFTER", std::to_string(after)}}));
     for (const size_t other : {0, 2}) {
       EXPECT_EQ(run.result.processes[other].exit_code, 1) << after << run.errors[other];
-      // By the one that noticed, or as that one told it.
+      // In the words of the rank that noticed, or as it passed them on.
       EXPECT_THAT(run.errors[other],
                   testing::AnyOf(HasSubstr("rank 1: it is gone"), HasSubstr("rank 1 failed: it is gone")))
           << after;
@@ -234,8 +234,8 @@ std::string said(const std::function<void()>& call) {
 // The backend itself: rank 1 posts its receive late, then both send first.
 Role backend_role("strict backend", [] {
   const auto group = test_group(std::chrono::seconds(60));
-  auto& backend = *group.state().device_backend;
-  auto& gloo = *group.state().backend;
+  auto& backend = *group.device_backend();
+  auto& gloo = *group.backend();
   const int other = 1 - group.rank();
   Tensors x{at::full({4}, group.rank() + 1, at::device(test_device()).dtype(at::kByte))};
   Tensors y{at::zeros({4}, at::device(test_device()).dtype(at::kByte))}, on_cpu{at::zeros({4})};
@@ -273,8 +273,8 @@ Role backend_role("strict backend", [] {
 // Memory that a receive fills is touched, and let go, before anybody has waited for it.
 Role memory_role("memory of transfers", [] {
   const auto group = test_group(std::chrono::seconds(60));
-  auto& backend = *group.state().device_backend;
-  auto& gloo = *group.state().backend;
+  auto& backend = *group.device_backend();
+  auto& gloo = *group.backend();
   Tensors token{at::zeros({1})};
   if (group.rank() == 1) {
     gloo.recv(token, 0, 7)->wait();
@@ -342,7 +342,7 @@ Spans spans_of(const std::map<std::string, std::string>& reports, const std::str
   return spans;
 }
 
-// How long both last at once.
+// Returns how long both last at once.
 double both_last(const Spans& a, const Spans& b) {
   double seconds = 0;
   for (const auto& [begin, end] : a) {

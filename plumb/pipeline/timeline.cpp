@@ -1,6 +1,7 @@
 #include "plumb/pipeline/timeline.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cinttypes>
 #include <cstdio>
 #include <limits>
@@ -110,6 +111,10 @@ double measured_bubble(const std::vector<TimelineEvent>& events) {
   }
   const double area = static_cast<double>(ranks.size()) * (last - first);
   return area > 0 ? 1 - busy / area : 0;
+}
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace plumb

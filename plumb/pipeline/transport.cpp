@@ -43,35 +43,16 @@ at::Tensor byte_buffer(std::int64_t bytes) {
   return at::empty({bytes}, at::kByte);
 }
 
-Transport::State::State(ProcessGroup g) : group(std::move(g)) {
-  auto& shared = group.state();
-  first_tag = kFirstTag + shared.tag_ranges++ % kTransports * kTagsPerTransport;
-  incoming.resize(shared.size);
-  outgoing.resize(shared.size);
-}
-
-int Transport::State::message_tag(int size_class) const { return first_tag + size_class; }
-
-int Transport::State::second_part_tag(int size_class, int position) const {
-  return first_tag + kFirstOfSecondParts + size_class * kPositions + position % kPositions;
-}
-
-void Transport::State::wait(const Posted& posted, bool on_device) {
-  struct Waiting {
-    State& s;
-    Waiting(State& state, const Posted& posted, bool on_device) : s(state) {
-      std::lock_guard<std::mutex> guard(s.lock);
-      if (s.interrupted) throw std::runtime_error("interrupted");
-      s.waited_for = posted.work;
-      s.on_device = on_device;
-    }
-    ~Waiting() {
-      std::lock_guard<std::mutex> guard(s.lock);
-      s.waited_for.reset();
-    }
-  } waiting(*this, posted, on_device);
-  // With a time NCCL's works have the host wait.
-  if (!posted.work->wait(on_device ? kNoTimeout : group.timeout())) throw std::runtime_error("interrupted");
+Transport::State::State(ProcessGroup g) : group(std::move(g)), tags(group.take_tag_range()), failures(group) {
+  incoming.resize(group.size());
+  outgoing.resize(group.size());
+  if (!group.device()) return;
+  direct_messages = std::make_unique<DirectMessages>(
+      group, waits,
+      DirectMessages::Headers{
+          [this](int index) { return has_arrived(index); },
+          [this](int index, const std::string& action) { come(index, action); },
+          [this](int peer, const std::string& waiting, const std::exception& e) { raise_lost(peer, waiting, e); }});
 }
 
 Posted Transport::State::post_receive(at::Tensor buffer, int peer, int tag) {
@@ -105,7 +86,7 @@ void Transport::State::post_ahead(int peer, size_t needed) {
       break;
     }
     bytes += capacity;
-    in.posted[in.num_posted] = post_receive(byte_buffer(capacity), peer, message_tag(route.size_class));
+    in.posted[in.num_posted] = post_receive(byte_buffer(capacity), peer, tags.message(route.size_class));
     in.num_posted++;
   }
 }
@@ -131,6 +112,7 @@ Transport::~Transport() {
 }
 
 const ProcessGroup& Transport::group() const { return state_->group; }
+void Transport::connect_device() { DirectMessages::connect(state_->group); }
 std::int64_t Transport::grown() const { return state_->grown; }
 std::int64_t Transport::sent() const { return state_->sent; }
 
@@ -165,7 +147,7 @@ void Transport::begin_step(const MessagePlan& plan) {
   auto& s = *state_;
   s.check_usable();
   if (s.plan != nullptr) throw Error(ErrorKind::Internal, "a step began before the last one ended");
-  if (!s.group.state().backend && !(plan.sends.empty() && plan.receives.empty())) {
+  if (!s.group.backend() && !(plan.sends.empty() && plan.receives.empty())) {
     throw Error(ErrorKind::Schedule, "the step has messages between ranks and the process group has one process");
   }
   s.plan = &plan;
@@ -175,7 +157,7 @@ void Transport::begin_step(const MessagePlan& plan) {
   s.position.assign(plan.receives.size(), 0);
   s.came.clear();
   s.came.resize(plan.receives.size());
-  s.begin_direct();
+  if (s.direct_messages) s.direct_messages->begin_step(plan);
   s.receive_routes.clear();
   s.send_routes.clear();
   for (size_t i = 0; i < plan.receives.size(); i++) {
@@ -219,13 +201,13 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   p.to = m.id.to;
   p.microbatch = m.id.microbatch;
   p.received = s.incoming[m.peer].received;
-  const auto direct = s.direct() ? wire::DirectDevice(s.group.state().device.type()) : std::nullopt;
+  const auto direct = s.direct() ? wire::DirectDevice(s.group.device()->type()) : std::nullopt;
   const std::int64_t bytes = wire::message_bytes(values, sizes.size(), direct);
   auto buffer = byte_buffer(bytes);
   wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes, direct);
   try {
     std::vector<Posted> parts;
-    const int tag = s.message_tag(route.size_class);
+    const int tag = s.tags.message(route.size_class);
     if (bytes <= route.capacity()) {
       parts.push_back(s.post_send(std::move(buffer), m.peer, tag));
     } else {
@@ -235,7 +217,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
       auto header = byte_buffer(sizeof p);
       std::memcpy(header.data_ptr(), &p, sizeof p);
       parts.push_back(s.post_send(std::move(header), m.peer, tag));
-      const int second_tag = s.second_part_tag(wire::size_class(bytes), static_cast<int>(out.num_sent));
+      const int second_tag = s.tags.second_part(wire::size_class(bytes), static_cast<int>(out.num_sent));
       parts.push_back(s.post_send(std::move(buffer), m.peer, second_tag));
       s.grown++;
     }
@@ -246,7 +228,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "sending " + to_string(m.id), e);
   }
-  if (direct) s.submit(index, values);
+  if (direct) s.sent += s.direct()->send(index, values);
 }
 
 Posted Transport::State::receive_second(const Prologue& first, size_t position, const PlannedMessage& expected,
@@ -256,14 +238,14 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
   try {
     if (size_class < wire::kSizeClasses) buffer = byte_buffer(wire::class_bytes(size_class));
   } catch (const std::exception&) {
-    // Said below.
+    // reported below
   }
   if (!buffer.defined()) {
     raise_wrong(expected, action, str("it asks for a buffer of ", first.total_bytes, " bytes"),
                 "send less at once, or give this rank more memory");
   }
   Posted second =
-      post_receive(std::move(buffer), expected.peer, second_part_tag(size_class, static_cast<int>(position)));
+      post_receive(std::move(buffer), expected.peer, tags.second_part(size_class, static_cast<int>(position)));
   wait(second);
   const Prologue p = read_agreed(second.buffer, expected, action);
   if (p.content != Content::Values || p.total_bytes != first.total_bytes) {
@@ -304,24 +286,37 @@ void Transport::State::come(int index, const std::string& action) {
   if (direct()) make_direct(index, action);
 }
 
+void Transport::State::make_direct(int index, const std::string& action) {
+  const auto& m = plan->receives[index];
+  try {
+    direct()->make(index, came[index].message.buffer);
+  } catch (const Error& e) {
+    raise_wrong(m, action, e.message(), e.remedy());
+  } catch (const std::exception& e) {
+    raise_wrong(m, action, "there is no room for its values: " + std::string(e.what()).substr(0, 200),
+                "send less at once, or give this rank's device more memory");
+  }
+}
+
 wire::Message Transport::receive(int index, const std::string& action, const AgreedValues& agreed,
                                  const FPFormat* codes) {
   auto& s = *state_;
   const auto& m = s.plan->receives.at(index);
   if (s.direct()) {
-    s.post_direct(index, action);
+    s.direct()->post(index, action);
   } else {
     s.come(index, action);
   }
   const Came c = std::exchange(s.came[index], {});
+  std::vector<at::Tensor> values;  // that traveled on their device
   try {
-    if (s.direct()) s.use_direct(c);
+    if (s.direct()) values = s.direct()->take(index);
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, action + " waiting for the values of " + to_string(m.id), e);
   }
   wire::Message read;
   try {
-    read = wire::read_message(c.message.buffer, agreed, codes, c.direct);
+    read = wire::read_message(c.message.buffer, agreed, codes, values);
   } catch (const Error& e) {
     s.raise_wrong(m, action, e.message(), e.remedy());
   }
@@ -337,7 +332,7 @@ wire::Message Transport::receive(int index, const std::string& action, const Agr
 void Transport::end_step() {
   auto& s = *state_;
   if (s.plan == nullptr) return;
-  if (s.direct()) s.end_direct();
+  if (s.direct()) s.direct()->end_step();
   for (int peer = 0; peer < s.group.size(); peer++) {
     auto& out = s.outgoing[peer];
     const int total = static_cast<int>(out.order.size());
@@ -352,15 +347,8 @@ void Transport::end_step() {
 }
 
 void Transport::interrupt() noexcept {
-  auto& s = *state_;
-  std::lock_guard<std::mutex> guard(s.lock);
-  s.interrupted = true;
   try {
-    if (s.waited_for && s.on_device) {
-      s.group.state().device_backend->abort();
-    } else if (s.waited_for) {
-      s.waited_for->abort();
-    }
+    state_->waits.interrupt(state_->group.device_backend());
   } catch (const std::exception&) {
     // A backend that cannot: the wait ends with its time.
   }
@@ -368,7 +356,7 @@ void Transport::interrupt() noexcept {
 
 void Transport::check_values() {
   auto& s = *state_;
-  if (s.plan != nullptr && !s.told && s.direct()) s.check_direct();
+  if (s.plan != nullptr && !s.told && s.direct()) s.direct()->check();
 }
 
 void Transport::tell_failure(const std::string& reason) noexcept {

@@ -7,14 +7,14 @@
 // every message, and the first step needs no special round.
 //
 // A message that is longer than the buffer posted for it would end the process, inside Gloo. So the tag of a message
-// says how long the buffer is (one of a few hundred sizes): ranks that disagree about what comes next, because one runs
-// step() and the other eval(), wait for each other in vain instead.
+// contains the buffer's length (one of a few hundred sizes). A rank in step() and a rank in eval(), which disagree
+// about the next message, wait for each other until the time-out instead.
 //
 // A message is checked against what was agreed before it is used: its checksums, which message of which step it is, and
-// the values that receive() is told to expect.
+// the values that the caller of receive() expects.
 //
 // If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through
-// that backend (transport_direct.cpp), where the plan has an order for them.
+// that backend (direct_messages.h), where the plan has an order for them.
 //
 // Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
 // action waited for which message. After a fault the process group takes no more messages.
@@ -56,18 +56,18 @@ class Transport {
 
   const ProcessGroup& group() const;
 
-  // Every rank gives every other a text and gets theirs, by rank. Before the first step.
+  // Exchanges a text with every other rank; returns theirs, by rank. Before the first step.
   std::vector<std::string> exchange(const std::string& own);
 
   // Connects the device's backend, for which all ranks must call it at once. Before the first step whose values travel
-  // there. Raises Error(Communication) after the time-out.
+  // there. Throws Error(Communication) after the time-out.
   void connect_device();
 
   // Begins a step and posts its first receives. The plan must live until end_step().
   void begin_step(const MessagePlan& plan);
   // Sends message `index` of the plan: copies the values and returns. `sizes`: packed ones of the microbatch.
   void send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
-  // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3"). Raises
+  // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3"). Throws
   // Error(Communication) that names both ranks, the message and what is wrong with it if its values are not `agreed`.
   // `codes`: the format of values that come as codes.
   wire::Message receive(int index, const std::string& action, const AgreedValues& agreed = std::nullopt,
@@ -78,8 +78,8 @@ class Transport {
   // From another thread: what this one waits for, now or later, is an error instead. Then only tell_failure() may
   // follow.
   void interrupt() noexcept;
-  // Something failed within the step: raises Error(Communication) if values of a message never came whole. Work on a
-  // device goes on with what such a message left in memory, and may have failed for that.
+  // Called after a failure within the step: throws Error(Communication) if values of a message never came whole. Work
+  // on a device continues with what such a message left in memory, and may have failed for that.
   void check_values();
   // This rank has failed: tells the peers that still wait for messages of this rank, so that they name `reason`.
   void tell_failure(const std::string& reason) noexcept;

@@ -1,23 +1,21 @@
-// Inside of Transport, for transport.cpp, transport_faults.cpp and tests of what peers send.
+// Inside of Transport, for transport.cpp and transport_faults.cpp.
 #pragma once
 
 #include <cstring>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <tuple>
 
 #include "plumb/core/str.h"
-#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/direct_messages.h"
+#include "plumb/pipeline/failure_store.h"
+#include "plumb/pipeline/gloo_backend.h"
+#include "plumb/pipeline/interruptible_wait.h"
+#include "plumb/pipeline/message_tags.h"
 #include "plumb/pipeline/transport.h"
 
 namespace plumb {
-
-// Each transport of a group has a range of tags; its lower half is for messages, the upper one for second parts.
-inline constexpr int kTransports = 512, kTagsPerTransport = 1 << 21, kFirstTag = 1 << 10;
-inline constexpr int kFirstOfSecondParts = kTagsPerTransport / 2;
-inline constexpr int kPositions = kFirstOfSecondParts / wire::kSizeClasses;
 
 // Pinned where this process uses an accelerator: values are copied to and from it without a second copy on the host.
 at::Tensor byte_buffer(std::int64_t bytes);
@@ -33,7 +31,7 @@ struct Posted {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-// Everything that goes one way between this rank and one peer.
+// All messages of a step from one peer.
 struct Incoming {
   std::vector<int> order;      // indices into plan.receives
   std::vector<Posted> posted;  // by position in `order`
@@ -63,22 +61,11 @@ using Routes = std::map<std::tuple<MessageKind, int, int, int>, Route>;
 struct Came {
   Posted message;  // undefined: not yet
   wire::Prologue prologue;
-  bool posted = false;             // of its direct values, if it has any, and of all before them
-  std::vector<at::Tensor> direct;  // and what fills them
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-};
-
-struct DirectMessages;
-
-// The known reason why a message did not come.
-struct Cause {
-  int rank = -1;  // the rank at fault
-  std::string text;
 };
 
 struct Transport::State {
   ProcessGroup group;
-  int first_tag = 0;
+  const MessageTags tags;
   std::int64_t step = -1;
   const MessagePlan* plan = nullptr;
   std::vector<Incoming> incoming;  // by peer
@@ -89,89 +76,55 @@ struct Transport::State {
   std::vector<Came> came;                           // by index in the plan
   std::int64_t grown = 0, sent = 0;
   bool told = false;
-  std::mutex lock;  // of the next three
-  bool interrupted = false;
-  c10::intrusive_ptr<c10d::Work> waited_for;
-  bool on_device = false;  // it is the device backend's
-  // Lost: asking again would print c10d's warnings each time. Silent: lost as it did not answer, its rank is stopped.
-  enum class StoreState : uint8_t { Answers, Lost, Silent } store_state = StoreState::Answers;
+  InterruptibleWait waits;
+  FailureStore failures;
+  std::unique_ptr<DirectMessages> direct_messages;  // null: the group has no device
 
   explicit State(ProcessGroup g);
 
   std::string name(int rank) const { return str("rank ", group.world_rank(rank)); }
   std::string me() const { return name(group.rank()); }
-  c10d::Backend& backend() const { return *group.state().backend; }
-  // By the class of the buffer, so that no message meets a buffer that is too short for it.
-  int message_tag(int size_class) const;
-  int second_part_tag(int size_class, int position) const;
+  c10d::Backend& backend() const { return *group.backend(); }
+  // Null: no value of this step travels on its device.
+  DirectMessages* direct() const { return plan != nullptr && !plan->order.empty() ? direct_messages.get() : nullptr; }
 
-  // `on_device`: has the device's current stream wait, where the backend can.
-  void wait(const Posted& posted, bool on_device = false);
+  void wait(const Posted& posted) { waits.wait(posted.work, group.timeout()); }
   Posted post_receive(at::Tensor buffer, int peer, int tag);
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.
   void post_ahead(int peer, size_t needed);
   // Waits for the oldest message under way.
   void finish_oldest(Outgoing& out);
-  // The work of sends that the peer says it has received is done; their buffers may go.
+  // Lets the buffers of sends go that the peer says it has received.
   void release_sent(int peer, std::uint32_t received);
 
   // Waits for message `index` and holds its header against the plan.
   void come(int index, const std::string& action);
-  // Whether come() would not wait for its first part.
+  // Returns whether come() would not wait for its first part.
   bool has_arrived(int index);
-
-  // --- transport_direct.cpp: values that travel on their device ---
-  // Whether there may be such in this step.
-  bool direct() const;
-  void begin_direct();
-  // The values of message `index` are made.
-  void submit(int index, const std::vector<MessageValue>& values);
-  // Posts what can be posted without waiting. `until`: a message whose receive must be posted, waiting for headers; -1:
-  // all messages.
-  void post_direct(std::optional<int> until, const std::string& action);
-  void make_direct(int index, const std::string& action);
-  // Users of the values wait for them.
-  void use_direct(const Came& c);
-  // Raises where values that are under way came to nothing.
-  void check_direct();
-  void end_direct();
-  void abort_direct() noexcept;
 
   // --- faults ---
   void check_usable() const;
-  // The prologue of what came in the place of `expected`. Raises if the sender has failed, or it is another message.
+  // Returns the prologue of what came in the place of `expected`. Throws if the sender has failed, or it is another
+  // message.
   wire::Prologue read_agreed(const at::Tensor& buffer, const PlannedMessage& expected, const std::string& action);
-  // The second part of a message that says it is too long for the first.
+  // Receives the second part of a message that says it is too long for the first.
   Posted receive_second(const wire::Prologue& first, size_t position, const PlannedMessage& expected,
                         const std::string& action);
-  // Tells the others, and raises.
+  // Tells the others, and throws.
   [[noreturn]] void raise_wrong(const PlannedMessage& message, const std::string& action, const std::string& what,
                                 const std::string& remedy);
   [[noreturn]] void raise(const std::string& message, const std::string& remedy);
   std::optional<Cause> told_cause(const at::Tensor& buffer) const;
-  // Finds out why `peer` does not answer, tells the others, and raises.
+  // Finds out why `peer` does not respond, tells the others, and throws.
   [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e);
   // Marks the group as failed and tells every peer that waits for messages of this rank.
   void fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept;
 
  private:
-  bool is_ready(const std::vector<MessagePlan::End>& ends, bool wait, const std::string& action);
-  void finish_first();
-  void post_group(const std::vector<MessagePlan::End>& ends);
+  void make_direct(int index, const std::string& action);
   void keep_buffers();
-  std::string store_key(int rank) const { return str("plumb/failure/", rank); }
-  template <class Ask>
-  auto ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>>;
-  void store_late(int peer);
-  int last_waited_for(int peer);
   std::optional<Cause> find_told() const;
-  std::optional<Cause> find_stored(int suspect);
-
-  struct DeleteDirect {
-    void operator()(DirectMessages* d) const;
-  };
-  std::unique_ptr<DirectMessages, DeleteDirect> direct_;  // none: the group has no device
 };
 
 }  // namespace plumb

@@ -11,8 +11,8 @@
 
 namespace plumb {
 
-// The result of `work`, or nothing once `limit` is over. `work` then goes on, alone, for as long as it takes: it must
-// hold all that it uses.
+// Returns the result of `work`, or nothing once `limit` is over. `work` then goes on, alone, for as long as it takes:
+// it must hold all that it uses.
 template <class Work>
 std::optional<std::invoke_result_t<Work>> within(std::chrono::milliseconds limit, Work work) {
   auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Work>()>>(std::move(work));

@@ -38,14 +38,14 @@ PLUMB_VECTORISED void loop(int64_t n, Of of, T* y, const In*... in) {
 
 Tensor flat(const Tensor& x) { return x.defined() ? x.as_strided({x.numel()}, {1}, x.storage_offset()) : x; }
 
-// Where a step's result or gradient goes: into a whole tensor, or into scratch of one block.
+// Destination of a step's result or gradient: a whole tensor, or scratch of one block.
 struct Place {
   Tensor whole;
   int scratch = -1;
   bool defined() const { return whole.defined() || scratch >= 0; }
 };
 
-// What is the same for all blocks.
+// Everything that is the same for all blocks.
 struct Layout {
   const PointwiseProgram& program;
   at::TensorOptions options;
@@ -177,7 +177,7 @@ class Blocks {
     return runs_[static_cast<size_t>(arg.index)];
   }
 
-  // What a sum multiplies this operand with.
+  // Returns the factor of this operand in a sum.
   double factor(const PointwiseArg& arg) const {
     if (arg.kind != PointwiseArg::Step || !layout_.in_sum[static_cast<size_t>(arg.index)]) return 1;
     return program_.steps[static_cast<size_t>(arg.index)].forward;

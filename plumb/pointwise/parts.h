@@ -17,17 +17,18 @@ inline bool passes_gradient_through(const PointwiseStep& step, int side) {
          (step.kind == PointwiseKind::Scale && step.backward == 1);
 }
 
-// Step by step with torch's operators, which autograd may watch: every step's result, and the last one's.
+// Runs step by step with torch's operators, which autograd may watch. Returns every step's result, the last one's too.
 Tensors run_steps(const PointwiseProgram& program, at::TensorList inputs);
 at::Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs);
 
-// Gradients of the inputs where wanted, in operators that autograd may watch. inputs and steps hold what was saved;
-// what must be computed again is added to `steps`.
+// Returns gradients of the wanted inputs, by operators that autograd may watch. inputs and steps hold what was saved;
+// results that are computed again are added to `steps`.
 Tensors backward_whole(const PointwiseProgram& program, const PointwiseNeeds& needs, const at::Tensor& gradient,
                        const Tensors& inputs, Tensors steps, const std::vector<bool>& wanted);
 
-// All of a program in one kernel, for tensors of one kind of device, in C order: a room that has such kernels registers
-// them. Both answer false where they cannot; nothing is written then. `kept` and `results`: undefined where not wanted.
+// Runs all of a program in one kernel, for tensors of one kind of device, in C order. The room that has such kernels
+// registers them. Both functions return false and write nothing if they cannot run. `kept`, `results`: may be
+// undefined.
 struct PointwiseKernels {
   bool (*forward)(const PointwiseProgram& program, at::TensorList inputs, const at::Tensor& result,
                   const Tensors& kept);
@@ -35,11 +36,11 @@ struct PointwiseKernels {
                    const Tensors& inputs, const Tensors& steps, const Tensors& results);
 };
 void register_pointwise_kernels(at::DeviceType kind, const PointwiseKernels* kernels);
-// Those for tensors like x; else null.
+// Returns the kernels for tensors like x, or null.
 const PointwiseKernels* pointwise_kernels_for(const at::Tensor& x);
 
-// Dense tensors in C order, on the CPU or where there are kernels for them: in other layouts torch picks other kernels,
-// whose last bits differ.
+// Returns whether a tensor is dense in C order, on the CPU or where there are kernels for it: in other layouts torch
+// picks other kernels, whose last bits differ.
 bool blockable(const at::Tensor& x);
 
 // `kept`: for each step undefined, or where its result goes as well. Inputs must be blockable.

@@ -1,10 +1,10 @@
 // Chains of pointwise operators as one: plumb::pointwise(Tensor[] inputs, str program) -> Tensor.
 //
 // A block of elements goes through all of the chain while it is in cache, forward and backward; between the steps
-// nothing is written to memory. Of the forward pass only what the gradient needs is kept: nothing of a linear chain,
-// else inputs and the steps marked with "!"; other steps' results that the gradient needs are computed again from
-// these. Every step computes the bits that torch's own operator (or plumb's scaling) would on one thread; how many
-// threads there are changes nothing here.
+// nothing is written to memory. The forward pass keeps only what the gradient needs: nothing of a linear chain, else
+// inputs and the steps marked with "!". Other steps' results that the gradient needs are computed again from these.
+// Every step computes the bits that torch's own operator (or plumb's scaling) would on one thread; the number of
+// threads changes nothing here.
 //
 //   program = step { ";" step }       the last step is the result; every other one is used exactly once, an input at
 //                                     most once: what stands twice in a chain is given twice
@@ -45,7 +45,7 @@ struct PointwiseProgram {
   std::vector<PointwiseStep> steps;
   int64_t num_inputs = 0;
   std::string to_string() const;
-  // Throws Error(InvalidArgument), naming the step, for what the grammar above has not.
+  // Throws Error(InvalidArgument), naming the step, for text outside of the grammar above.
   static PointwiseProgram parse(std::string_view text);
 };
 

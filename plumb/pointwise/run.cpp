@@ -73,8 +73,7 @@ PointwiseProgram without_kept(PointwiseProgram program) {
   return program;
 }
 
-// Results: the last step's, then those of the kept steps, which have a history of their own for the gradient of the
-// gradient.
+// Results: the last step's, then those of the kept steps, which have their own history for the second gradient.
 struct Pointwise : torch::autograd::Function<Pointwise> {
   static Tensors forward(torch::autograd::AutogradContext* context, at::TensorList inputs, std::string text) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -83,7 +82,7 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
     std::vector<bool> wanted;
     for (const Tensor& x : inputs) wanted.push_back(x.requires_grad());
     Tensors results(1), saved;
-    // What a mode watches is one operator, with nothing kept on the side.
+    // For modes that watch operators this is one operator, with nothing kept on the side.
     const bool watched = at::areAnyTensorSubclassLike(inputs);
     const PointwiseNeeds needs =
         watched ? pointwise_needs(without_kept(program), wanted) : pointwise_needs(program, wanted);
@@ -175,7 +174,7 @@ Tensor pointwise_autograd(at::TensorList inputs, std::string_view text) {
   if (wanted && at::GradMode::is_enabled()) {
     const auto& program = cached_program(text);
     check_inputs(program, inputs);
-    // Where it cannot go in blocks, one by one is quickest.
+    // Tensors that cannot go in blocks are quickest one by one.
     if (!at::areAnyTensorSubclassLike(inputs) && !all_blockable(inputs)) return run_whole(program, inputs);
     return Pointwise::apply(inputs, std::string(text))[0];
   }

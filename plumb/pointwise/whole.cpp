@@ -49,7 +49,7 @@ Tensor silu_gradient(const Tensor& g, const Tensor& x) {
   return g * (sigma * (1 + x * (1 - sigma)));
 }
 
-// As torch's derivatives.yaml has it; y is the step's result.
+// Follows torch's derivatives.yaml; y is the step's result.
 Tensor step_gradient(const PointwiseStep& step, int side, const Tensor& a, const Tensor& b, const Tensor& y,
                      const Tensor& g) {
   const bool number = step.b.kind == PointwiseArg::Number;

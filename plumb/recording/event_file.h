@@ -9,8 +9,8 @@
 
 namespace plumb {
 
-// A new file in a folder, which is made if it is not there; beside those that others wrote. Every step reaches the
-// system when it is added. Raises Error(CannotWrite) that names the file.
+// A new file in a folder, beside those of other writers. The folder is made if it does not exist. Every step reaches
+// the system when it is added. Throws Error(CannotWrite) that names the file.
 class EventFile {
  public:
   struct Histogram {
@@ -18,14 +18,14 @@ class EventFile {
     std::vector<double> edges, counts;  // one edge more than counts
   };
 
-  // `after`: the step that a run goes on after. What files beside it say of later steps is out of date (a SessionLog
-  // that starts, at which TensorBoard drops those).
+  // `after`: the last step to keep of an earlier run. Later steps of files beside this one are out of date (a
+  // SessionLog that starts, at which TensorBoard drops them).
   explicit EventFile(const std::string& folder, std::optional<int64_t> after = {});
   ~EventFile();
   EventFile(const EventFile&) = delete;
   EventFile& operator=(const EventFile&) = delete;
 
-  // Values are stored as float32. Nothing is written for a step without any. Raises Error(InvalidArgument) for a
+  // Values are stored as float32. Nothing is written for a step without any. Throws Error(InvalidArgument) for a
   // histogram without one edge more than counts.
   void add(int64_t step, const std::vector<std::pair<std::string, double>>& scalars,
            const std::vector<Histogram>& histograms = {});

@@ -22,8 +22,8 @@ struct HistoryTensor {
   std::string operation;  // "aten::linear"; "parameter", "buffer", "input"
   std::string dtype;      // "float32"
   std::vector<int64_t> sizes;
-  int64_t stage = -1;  // of a pipeline; -1: not told
-  int64_t rank = -1;   // whose file it is from; -1: the file stands alone
+  int64_t stage = -1;  // of a pipeline; -1: unknown
+  int64_t rank = -1;   // rank that wrote the file; -1: the file stands alone
 
   // "stage 1, rank 0", "rank 0"; "" where neither is known.
   std::string part() const;
@@ -40,11 +40,11 @@ struct HistoryRow {
   uint16_t present = 0;
   Metrics::Data data;
 
-  // Whether everything that the statistic is computed from was measured.
+  // Returns whether everything that the statistic is computed from was measured.
   bool has(const Statistic& statistic) const {
     return (statistic.bits() & ~present) == 0 && (data.histogram || !statistic.needs_histogram());
   }
-  // NaN where it was not measured.
+  // Returns NaN if it was not measured.
   double value(const Statistic& statistic) const {
     if (!has(statistic)) return std::numeric_limits<double>::quiet_NaN();
     Metrics::Data needed = data;
@@ -85,15 +85,15 @@ struct History {
   std::vector<std::string> rules;  // of every run that wrote to the file
   uint64_t torn_bytes = 0;         // of a last record that was not written whole; dropped
 
-  // The last step of anything in it; 0 if there is none.
+  // Returns the last step of anything in it; 0 if there is none.
   int64_t last_step() const;
 };
 
-// A file, or what the ranks of one run wrote: PATH.rank0, PATH.rank1, ... as one history where there is no PATH itself
+// Reads a file, or if there is no PATH itself the files of one run's ranks, PATH.rank0, PATH.rank1, ..., as one history
 // (merge_histories). Throws Error(BadFile) that names the file and the byte for what is no history or is damaged before
 // its last record, and for a set of files in which a rank is missing.
 History read_history(const std::filesystem::path& path);
-// From memory; `name` is for messages.
+// Reads a history from memory; `name` is for messages.
 History parse_history(std::string_view bytes, const std::string& name = "history");
 
 // Merges the histories of a run's ranks; ranks[r] is that of rank r. Tensors get their rank, and are sorted by stage,
@@ -105,10 +105,10 @@ History merge_histories(std::vector<History> ranks);
 // writer a file. A write that fails leaves the file as it was before and throws Error(InvalidArgument).
 class HistoryWriter {
  public:
-  // A new file; with `append`, an existing one is read, a torn last record is cut off, and goes on. Throws
+  // Makes a new file. With `append`, reads an existing one, cuts off a torn last record, and goes on. Throws
   // Error(InvalidArgument) for a file that holds anything already (without `append`), that cannot be written, or that
-  // another writer has open, and Error(BadFile) for one to be appended to that is no history. `after`: what an existing
-  // one has of later steps is cut off, for they are computed again.
+  // another writer has open, and Error(BadFile) for one to be appended to that is no history. `after`: later steps of
+  // an existing file are cut off, for they are computed again.
   HistoryWriter(const std::filesystem::path& path, bool append, std::optional<int64_t> after = {});
   ~HistoryWriter();
   HistoryWriter(const HistoryWriter&) = delete;
@@ -118,7 +118,7 @@ class HistoryWriter {
   int64_t last_step() const { return last_step_; }
 
   void rules(const std::string& text);
-  // The index of this tensor, that of an equal one if there is one. Written before the next step.
+  // Returns the index of this tensor, that of an equal one if there is one. Written before the next step.
   uint32_t tensor(const HistoryTensor& tensor);
   void step(const HistoryStep& step);
   void scalars(const HistoryScalars& scalars);

@@ -1,4 +1,4 @@
-// The bytes of a history file; docs/history.md says the same in words. Little-endian.
+// The bytes of a history file, which docs/history.md describes. Little-endian.
 #pragma once
 
 #include <bit>
@@ -40,7 +40,7 @@ struct Row {
 };
 static_assert(sizeof(Row) == 88);
 
-// Of a row, in the order of StatisticKind, which begins with them.
+// Fields of a row, in the order of StatisticKind, which begins with them.
 inline constexpr double Metrics::Data::*kReals[] = {&Metrics::Data::mean_abs, &Metrics::Data::abs_mean,
                                                     &Metrics::Data::std, &Metrics::Data::abs_max,
                                                     &Metrics::Data::abs_min};
@@ -52,7 +52,7 @@ inline constexpr int kBinShift = 56;
 
 uint32_t checksum(const Head& head, std::string_view payload);
 
-// Of bytes that parse_history() takes, what stands before the first record of a step beyond this one.
+// Returns the part of bytes that parse_history() takes before the first record of a step beyond `last`.
 std::string_view until_step(std::string_view bytes, int64_t last);
 
 }  // namespace plumb::history_format

@@ -24,7 +24,7 @@ fs::path file_of_rank(const fs::path& path, size_t rank) {
   return fs::path(path).concat(".rank" + std::to_string(rank));
 }
 
-// How many files there are: one more than the highest rank. 0: none.
+// Returns the number of files: one more than the highest rank. 0: none.
 size_t ranks_of(const fs::path& path) {
   const std::string start = path.filename().string() + ".rank";
   size_t count = 0;

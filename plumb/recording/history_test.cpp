@@ -9,7 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/recording/history_format.h"
 #include "plumb/recording/recorder.h"
-#include "plumb/recording/recording_for_test.h"
+#include "plumb/recording/recording_testing.h"
 #include "tests/message_of.h"
 
 namespace plumb {
@@ -68,7 +68,7 @@ TEST_F(Recording, ATornLastRecordIsNoticedAndDroppedWhereverItTore) {
     }
   }
   EXPECT_EQ(steps, 0u);
-  // As a lost power may leave it: the length is there, the bytes are not.
+  // As after a power failure: the length is there, the bytes are not.
   const History zeros = parse_history(whole + std::string(4096, '\0'));
   EXPECT_EQ(zeros.steps.size(), 2u);
   EXPECT_EQ(zeros.torn_bytes, 4096u);
@@ -133,7 +133,7 @@ TEST_F(Recording, ARecordNestedWithoutEndIsRefusedBeforeItIsRead) {
 
 // ---- ranks ----
 
-// What rank `rank` of a pipeline writes: a tensor of each of its stages.
+// Writes the history of rank `rank` of a pipeline: a tensor of each of its stages.
 void write_rank(const fs::path& path, int rank, const std::vector<int64_t>& stages, int steps, double loss) {
   HistoryWriter writer(fs::path(path).concat(".rank" + std::to_string(rank)), false);
   writer.rules("[[rule]]");

@@ -100,7 +100,7 @@ void Recorder::attach(GraphModule& module, int64_t stage) {
   Part part{ScaleTracker::create(), {}};
   std::vector<HistoryTensor> here;
   track_scales(module, *part.tracker);
-  std::unordered_map<const Value*, const Value*> tracked;  // what a track node hands on -> the value itself
+  std::unordered_map<const Value*, const Value*> tracked;  // result of a track node -> the value it tracks
   for (const Node* node : module.graph().nodes()) {
     if (!node->is_op("plumb::track")) continue;
     const Value* value = node->input(0);
@@ -166,7 +166,7 @@ void Recorder::prepare() {
   prepared_ = due_;
 }
 
-// The same model for several shapes is several graphs, and a tensor of one may be a tensor of another.
+// Returns the tensors seen. A model for several shapes is several graphs; a tensor of one may be a tensor of another.
 std::vector<Recorder::Seen> Recorder::seen() const {
   std::vector<Seen> out;
   std::unordered_map<uint64_t, size_t> known;  // a tensor and its direction

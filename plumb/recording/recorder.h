@@ -27,8 +27,7 @@ namespace plumb {
 
 struct RecorderOptions {
   bool append = false;  // go on with a history that is there, after its last step
-  // With `append`: the step that the run goes on after, whatever step the history ends with; what it has of later ones
-  // is cut off.
+  // With `append`: the step that the run goes on after, whatever step the history ends with; later steps are cut off.
   std::optional<int64_t> after = {};
   bool part = false;  // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
 };
@@ -49,13 +48,13 @@ class Recorder {
   // for a rule that fits no tensor of any module so far, with the names there are.
   void attach(GraphModule& module, int64_t stage = -1);
 
-  // Ends the step: writes what its rules ask for, and makes ready for the next. If a module ran several times
+  // Ends the step: writes the rows that its rules ask for, and prepares the next. If a module ran several times
   // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
-  // parameters' and buffers' values the last counts. Steps count from 1. Answers the number of rows written.
+  // parameters' and buffers' values the last counts. Steps count from 1. Returns the number of rows written.
   size_t step(const Scalars& scalars = {});
-  // The rows of the last step() that wrote any, as a history of that one step; empty before.
+  // Returns the rows of the last step() that wrote any, as a history of that one step; empty before.
   History written() const;
-  // The number of the step that runs now.
+  // Returns the number of the step that runs now.
   int64_t current_step() const { return step_; }
 
   // Off, nothing is measured: for evaluation between steps.

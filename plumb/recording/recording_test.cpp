@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "plumb/core/error.h"
-#include "plumb/recording/recording_for_test.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/recording/recording_testing.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/track_scales.h"
 #include "tests/message_of.h"
 
@@ -395,7 +395,7 @@ TEST_F(Recording, ARuleThatFitsNothingIsRefusedWithTheNamesThereAre) {
   EXPECT_THAT(
       message_of([&] { Recorder(*module, RecordRules::parse("[[rule]]\noperator = \"linear\"", "r.toml"), file()); }),
       AllOf(HasSubstr("operator = \"linear\""), HasSubstr("aten::linear")));
-  // What they left behind is in nobody's way; a file of another kind is left alone.
+  // The files of refused recorders do not get in the way; a file of another kind is left alone.
   EXPECT_NO_THROW(Recorder(*module, RecordRules::everything(), file()));
   spill(file("other"), "mine");
   EXPECT_THAT(message_of([&] { Recorder(*module, RecordRules::everything(), file("other")); }),

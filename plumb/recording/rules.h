@@ -29,7 +29,7 @@ namespace plumb {
 
 struct RecordCondition {
   Statistic statistic;
-  // Either or both: it holds beyond one of them. NaN is beyond nothing; nan_count tells of it.
+  // One or both bounds: it holds beyond one of them. NaN is beyond nothing; nan_count counts it.
   std::optional<double> above = {}, below = {};
 
   bool holds(double value) const { return (above && value > *above) || (below && value < *below); }
@@ -55,10 +55,9 @@ struct RecordRules {
   std::vector<RecordRule> rules;
   std::string text;  // as it was read; kept in the history
 
-  // One rule: every tensor and gradient, with histograms, every `every` steps.
+  // Returns one rule: every tensor and gradient, with histograms, every `every` steps.
   static RecordRules everything(int64_t every = 10);
-  // Strict: throws Error(InvalidArgument) that names file, line and key, and says what to write instead. `file` is for
-  // messages.
+  // Throws Error(InvalidArgument) that names file, line and key, and what to write instead. `file` is for messages.
   static RecordRules parse(std::string_view text, const std::string& file = "rules");
   // Throws Error(BadFile) if the file cannot be read.
   static RecordRules load(const std::filesystem::path& path);

@@ -40,9 +40,9 @@ struct Statistic {
   std::string to_string() const;
 
   bool needs_histogram() const;
-  // The rows' bits it is computed from, which rules record with it: 1 << kind of the first ten.
+  // Returns the rows' bits it is computed from, which rules record with it: 1 << kind of the first ten.
   uint16_t bits() const;
-  // NaN for Histogram, which is no number.
+  // Returns NaN for Histogram, which is no number.
   double of(const TensorMetrics& metrics) const;
 
   bool operator==(const Statistic&) const = default;

@@ -1,5 +1,4 @@
-// What torch's autocast does to linear, matmul, convolutions, attention and losses, it does to their unit-scaled
-// versions.
+// Autocast of the unit-scaled versions of linear, matmul, convolutions, attention and losses, as torch's own.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -29,10 +29,10 @@ class Constraint {
   Constraint(std::string_view name);                                           // NOLINT: "" means none
   Constraint(ConstraintFn fn) : fn_(std::move(fn)) {}                          // NOLINT
 
-  // The name, where it has one; none for no constraint and for a user's function.
+  // Returns the name, where it has one; none for no constraint and for a user's function.
   const std::optional<std::string>& name() const { return name_; }
   bool is_user_function() const { return fn_ && !name_; }
-  // The scales after the constraint: all equal, or untouched when there is none.
+  // Returns the scales after the constraint: all equal, or untouched when there is none.
   std::vector<double> apply(std::vector<double> scales) const;
 
  private:

@@ -26,8 +26,8 @@ namespace plumb {
 using IsIdentity = bool (*)(at::ArrayRef<c10::IValue> arguments);
 torch::CppFunction differentiable(IsIdentity is_identity = nullptr);
 
-// The Autograd kernel of X_backward. When a gradient of the gradient is asked for, its kernel runs with autograd
-// watching; it must then be made of differentiable operators (see recording()).
+// Returns the Autograd kernel of X_backward. When a gradient of the gradient is asked for, its kernel runs with
+// autograd watching; it must then be made of differentiable operators (see recording()).
 torch::CppFunction differentiable_backward();
 
 // The Meta kernel of X_backward, read off its schema. The gradient of an argument is laid out as that is
@@ -38,8 +38,8 @@ enum class GradientLayout { kAsArgument, kInOrder };
 template <GradientLayout layout>
 void gradient_sizes(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// Whether autograd watches operators that are called on this tensor now. Kernels that write into their own results must
-// not then.
+// Returns whether autograd watches operators that are called on this tensor now. Kernels that write into their own
+// results must not then.
 bool recording(const at::Tensor& tensor);
 
 // Throws Error(Unsupported) where autograd watches the gradient of `op`. instead: what has a gradient of a gradient.

@@ -17,7 +17,7 @@ constexpr int64_t kUnit = 16;  // the units take dimensions that are multiples o
 
 int64_t filled(int64_t n) { return (n + kUnit - 1) / kUnit * kUnit; }
 
-// A matrix of codes, row by row in memory, its sizes filled up. The code 0 is zero in every format.
+// Returns a matrix of codes, row by row in memory, its sizes filled up. The code 0 is zero in every format.
 at::Tensor row_by_row(const at::Tensor& codes, int64_t rows, int64_t columns) {
   if (codes.size(0) == rows && codes.size(1) == columns) return codes.contiguous();
   return at::constant_pad_nd(codes, {0, columns - codes.size(1), 0, rows - codes.size(0)}).contiguous();
@@ -57,7 +57,7 @@ class WeightCodes {
                                                                   {}});
   }
 
-  // The transposed copy of codes, kept where they are a weight's.
+  // Returns the transposed copy of codes, kept where they are a weight's.
   at::Tensor transposed(const at::Tensor& codes) {
     const auto copy = [&] { return codes.t().contiguous(); };
     std::lock_guard lock(mutex_);
@@ -113,8 +113,8 @@ at::Tensor scaled_matrices(const at::Tensor& a, const FPFormat& format_a, const 
   return columns == b.size(1) ? out : out.slice(1, 0, b.size(1)).contiguous();
 }
 
-// Why torch multiplies no codes on this device: no such kernel, no such units, or a library that is told to use none.
-// Empty where it does.
+// Returns why torch multiplies no codes on this device: no such kernel, no such units, or a library with a setting
+// against it. Empty if it does.
 std::string obstacle_of(at::Device device) {
   static std::mutex mutex;
   static std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::string> known;

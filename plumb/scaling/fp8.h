@@ -21,15 +21,15 @@ enum class Fp8Kernel { Auto, ScaledMM, Decoded };
 // "auto", "scaled_mm" or "decoded"; else Error(InvalidArgument).
 Fp8Kernel parse_fp8_kernel(std::string_view text);
 
-// Of "e4m3fn" or "e5m2", with any rounding; another text is an Error(InvalidArgument).
+// Returns the format "e4m3fn" or "e5m2", with any rounding. Throws Error(InvalidArgument) for another text.
 const FPFormat& fp8_format(std::string_view text);
 
 // float8_e4m3fn or float8_e5m2.
 at::ScalarType fp8_dtype(const FPFormat& format);
 
-// Whether products of codes on this device, with results of `dtype`, go to _scaled_mm. Throws Error(Unsupported) for
-// ScaledMM where torch cannot multiply codes on this device: tried once a device, with a small product of each pair of
-// formats.
+// Returns whether products of codes on this device, with results of `dtype`, go to _scaled_mm. Throws
+// Error(Unsupported) for ScaledMM where torch cannot multiply codes on this device: tried once a device, with a small
+// product of each pair of formats.
 bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
 
 // alpha * a @ b by _scaled_mm, of matrices of codes (uint8) or equal batches of them. Dimensions that the units do not
@@ -38,9 +38,9 @@ bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
                      double alpha, at::ScalarType dtype);
 
-// The codes of a weight. They are made again only when the weight was written (its version counter, its memory), as
-// long as somebody holds them: the backward pass of a product does until it has run. So microbatches that are under way
-// at once share them. Rounding stochastically, they are made for every call.
+// Returns the codes of a weight. They are made again only when the weight was written (its version counter, its
+// memory), as long as somebody holds them: the backward pass of a product does until it has run. So microbatches that
+// are under way at once share them. Rounding stochastically, they are made for every call.
 at::Tensor encode_weight(const at::Tensor& weight, std::string_view format);
 
 // While one lives, in any thread, codes of weights (and their transposed copies for the units) stay until the last one

@@ -20,13 +20,13 @@ namespace plumb {
 
 enum class DelayedRow { Input, Weight, Gradient };
 
-// Of a layer that has cast nothing. length >= 1, else Error(InvalidArgument).
+// Returns the state of a layer that has cast nothing. Throws Error(InvalidArgument) for length < 1.
 at::Tensor delayed_state(int64_t length, at::Device device);
 
 struct DelayedCodes {
   at::Tensor codes;    // uint8, x's sizes
   at::Tensor inverse;  // float32 []: 1 / scale
-  // The values that the codes stand for.
+  // Returns the values that the codes stand for.
   at::Tensor values(const FPFormat& format, at::ScalarType dtype) const;
 };
 // update: the largest magnitude of x enters the state, and the next cast's scale is computed. Nothing waits for x's

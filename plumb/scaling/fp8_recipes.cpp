@@ -38,7 +38,7 @@ Tensor in_blocks(const Tensor& x, int64_t length, bool square) {
   return full.view({x.size(0), full.size(1) / length, length});
 }
 
-// What values are divided by.
+// Returns the divisors of the values.
 Tensor scales_of(const Tensor& largest, const FPFormat& format, Fp8Recipe recipe) {
   const double top = format.max_absolute_value();
   if (recipe == Fp8Recipe::MxUp) {
@@ -114,7 +114,7 @@ ScaledCodes cast_scaled(const Tensor& matrix, const FPFormat& format, Fp8Recipe 
 
 namespace {
 
-// A product of casts with scales: of each operand, the dimension summed over and whether it is a weight.
+// Multiplies casts with scales: takes, of each operand, the dimension summed over and whether it is a weight.
 Tensor product(const Tensor& a, const FPFormat& format_a, bool weight_a, const Tensor& b, const FPFormat& format_b,
                bool weight_b, Fp8Recipe recipe, const OptionalTensor& bias = {}) {
   return ValueProduct()(Factors::Operands, cast_scaled(a, format_a, recipe, 1, weight_a).values,

@@ -18,8 +18,8 @@ namespace plumb {
 enum class Fp8Recipe {
   Tensorwise,  // one scale, from the largest value now
   Rowwise,     // one for each line along which a product sums, a power of two
-  Blocks128,   // one for 128 neighbours along it; of weights for 128 x 128
-  Mx,          // one for 32 neighbours, 2^floor(log2(largest) - log2(the format's largest)) (OCP MX 1.0, 6.3)
+  Blocks128,   // one for 128 neighbors along it; of weights for 128 x 128
+  Mx,          // one for 32 neighbors, 2^floor(log2(largest) - log2(the format's largest)) (OCP MX 1.0, 6.3)
   MxUp,        // the same, 2^ceil(log2(largest / the format's largest)): nothing overflows
   Delayed,     // one for the whole, from the largest values of earlier casts: fp8_delayed.h, not cast_scaled()
 };

@@ -32,7 +32,7 @@ TEST(Fp8, CodesAreTheBytesOfTorchsTypes) {
   }
 }
 
-// torch multiplies codes on most CPUs; not where oneDNN has units for them that it is told to leave alone.
+// torch multiplies codes on most CPUs; not if a setting keeps oneDNN from using its units for them.
 bool cpu_multiplies() {
   try {
     return uses_scaled_mm(Fp8Kernel::ScaledMM, at::kCPU, at::kFloat);
@@ -128,7 +128,7 @@ TEST(Fp8, WeightsStayCastWhileSomebodyAsksForIt) {
   EXPECT_EQ(encode_weight(w, "e4m3fn").const_data_ptr(), memory);
 }
 
-// How many copies of tensors a call makes.
+// Returns how many copies of tensors a call makes.
 int copies_in(const std::function<void()>& call) {
   static thread_local int count;
   count = 0;

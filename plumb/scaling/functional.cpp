@@ -16,7 +16,7 @@ std::vector<double> scales_of(const Args&... args) {
   return call_operator<name, std::vector<double>>(args...);
 }
 
-// What goes into an operator for a constraint: its name, or, for a user's function, scales already tied.
+// An operator's arguments for a constraint: its name, or, for a user's function, scales already tied.
 struct Resolved {
   std::optional<std::string> name_text;
   std::vector<double> tied;
@@ -33,7 +33,7 @@ Resolved resolve(const Constraint& constraint, size_t constrained, const Rule& r
   return {std::nullopt, scales};
 }
 
-// What a user's function would tie depends on how windows meet the input, which only the operator counts.
+// A user's function would tie scales that depend on how windows meet the input, which only the operator counts.
 Resolved named(const char* op, const Constraint& constraint) {
   if (!constraint.is_user_function()) return {constraint.name(), {}};
   throw Error(ErrorKind::InvalidArgument, std::string(op) + ": its constraint is one of those with a name, no function",

@@ -16,8 +16,8 @@ using OptionalScales = std::optional<at::ArrayRef<double>>;
 
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// The scales an operator was given, checked to be as many as `rule` makes, or else those of the rule, of which the
-// first `constrained` are tied by the constraint. `op` names the operator in errors.
+// Returns the scales an operator was given, checked to be as many as `rule` makes, or else those of the rule, of which
+// the first `constrained` are tied by the constraint. `op` names the operator in errors.
 std::vector<double> choose_scales(const char* op, const OptionalScales& given, const OptionalName& constraint,
                                   size_t constrained, std::vector<double> rule);
 
@@ -28,8 +28,8 @@ at::Tensor batched_gemm(const at::Tensor& a, const at::Tensor& b, double alpha);
 // a * x + b * y with broadcasting; one pass where x and y are dense CPU tensors of one shape and type.
 at::Tensor weighted_sum(const at::Tensor& x, double a, const at::Tensor& y, double b);
 
-// Whether the tensor is an ordinary one, outside of tracing and other modes, that autograd does not watch: the kernel
-// may use its memory.
+// Returns whether the tensor is an ordinary one, outside of tracing and other modes, that autograd does not watch: the
+// kernel may use its memory.
 bool plain(const at::Tensor& tensor);
 
 // "[8, 16]", for errors.
@@ -43,7 +43,7 @@ void check_gradient(const char* op, const at::Tensor& grad, at::IntArrayRef like
 // Schemas let every integer through as a dtype. Throws Error(InvalidArgument) for one that torch has not.
 void check_dtype(const char* op, std::optional<at::ScalarType> dtype);
 
-// The number of elements before the last dimension.
+// Returns the number of elements before the last dimension.
 int64_t leading(at::IntArrayRef sizes, size_t trailing = 1);
 
 }  // namespace plumb

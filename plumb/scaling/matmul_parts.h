@@ -20,11 +20,11 @@ namespace plumb {
 // The kinds of a product's two factors.
 enum class Factors { Operands, GradientAndOperand, OperandAndGradient };
 
-// The rule's factors of a linear layer: output, gradients of input and weight. Checks sizes.
+// Returns the rule's factors of a linear layer: output, gradients of input and weight. Checks sizes.
 std::vector<double> linear_rule(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                                 at::ArrayRef<double> scale_power);
-// The product's factors (output, gradients of input and weight), then the bias's (output, gradient). Those given may
-// leave out the bias's, which are then the output's and the weight's.
+// Returns the product's factors (output, gradients of input and weight), then the bias's (output, gradient). Those
+// given may leave out the bias's, which are then the output's and the weight's.
 std::vector<double> choose_linear_scales(const OptionalScales& given, const OptionalName& constraint,
                                          std::vector<double> rule);
 
@@ -37,7 +37,7 @@ struct MatmulOperands {
   int64_t count() const { return c10::multiply_integers(batch); }
 };
 MatmulOperands matmul_operands(const at::Tensor& left, const at::Tensor& right);
-// The rule's factors: output, gradients of left and right.
+// Returns the rule's factors: output, gradients of left and right.
 std::vector<double> matmul_rule(const MatmulOperands& o);
 
 inline at::Tensor as_batch(const at::Tensor& t, const std::vector<int64_t>& batch) {

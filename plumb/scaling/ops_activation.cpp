@@ -2,7 +2,6 @@
 #include <torch/library.h>
 
 #include "plumb/core/error.h"
-#include "plumb/cuda/rows.h"
 #include "plumb/numerics/dropout_noise.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/pointwise/fused.h"
@@ -75,7 +74,7 @@ std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::s
 
 Tensor silu_unscaled(const Tensor& x, double mult) { return mult == 1 ? at::silu(x) : x * at::sigmoid(x * mult); }
 
-// The slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
+// Returns the slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
 Tensor silu_slope(const Tensor& x, double mult) {
   auto sigma = at::sigmoid(times(x, mult));
   return sigma * (1 + x * (1 - sigma) * mult);
@@ -155,18 +154,10 @@ std::vector<double> softmax_rule(const Tensor& input, int64_t dim, double mult) 
   return rules::softmax(input.size(at::maybe_wrap_dim(dim, input.dim())), mult);
 }
 
-// Whether a kernel of its own takes t along this dimension.
-bool takes_softmax(const Tensor& t, int64_t dim) {
-  return plain(t) && cuda::takes_rows(t) && (t.dim() <= 1 || at::maybe_wrap_dim(dim, t.dim()) == t.dim() - 1);
-}
-
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, double mult,
                OptionalName constraint, OptionalScales scales) {
   check_dtype("softmax", dtype);
   const double s = choose_scales("softmax", scales, constraint, 2, softmax_rule(input, dim, mult))[0];
-  if (dtype.value_or(input.scalar_type()) == input.scalar_type() && takes_softmax(input, dim)) {
-    if (auto fused = cuda::softmax(input, mult, s); fused.defined()) return fused;
-  }
   auto x = times(dtype ? input.to(*dtype) : input, mult);
   return scaled(at::_softmax(x.contiguous(), dim, /*half_to_float=*/false), s);
 }
@@ -176,10 +167,6 @@ std::tuple<Tensor> softmax_backward(const Tensor& grad, const Tensor& result, in
   if (!mask[0]) return {Tensor()};
   check_gradient("softmax", grad, result.sizes());
   const auto s = choose_scales("softmax", scales, constraint, 2, softmax_rule(result, dim, mult));
-  if (takes_softmax(result, dim) && takes_softmax(grad, dim) && grad.scalar_type() == result.scalar_type() &&
-      grad.device() == result.device()) {
-    if (auto fused = cuda::softmax_gradient(grad, result, 1 / s[0], mult * s[1]); fused.defined()) return {fused};
-  }
   auto probabilities = at::mul(result, 1 / s[0]);
   auto back = at::_softmax_backward_data(grad.contiguous(), probabilities, dim, result.scalar_type());
   return {scaled(back, mult * s[1])};

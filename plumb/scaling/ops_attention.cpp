@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// The factor over a result of attention to `value`, forward and backward.
+// Returns the factor over a result of attention to `value`, forward and backward.
 double attention_rule(const Tensor& value, double dropout_p, bool is_causal, double mult,
                       const OptionalScales& scales) {
   return choose_scales("scaled_dot_product_attention", scales, std::nullopt, 0,
@@ -58,7 +58,7 @@ bool attention_scale_is_identity(at::ArrayRef<c10::IValue> arguments) {
   return scales.isDoubleList() && scales.toDoubleList().size() == 1 && scales.toDoubleList().get(0) == 1;
 }
 
-// The logits' own scale: mult / head size (M, appendix B), unless the caller gives one.
+// Returns the logits' own scale: mult / head size (M, appendix B), unless the caller gives one.
 double logit_scale(const Tensor& query, double mult, std::optional<double> scale) {
   return scale ? *scale : mult / static_cast<double>(query.sym_size(-1).guard_int(__FILE__, __LINE__));
 }

@@ -24,7 +24,7 @@ bool are_probabilities(const Tensor& target, const Tensor& input) {
   return target.sizes() == input.sizes() && at::isFloatingType(target.scalar_type());
 }
 
-// A value for each class, to be multiplied with log_p.
+// Returns a value for each class, to be multiplied with log_p.
 Tensor per_class(const Tensor& weight, const Tensor& log_p) {
   std::vector<int64_t> sizes(static_cast<size_t>(log_p.dim()), 1);
   sizes[static_cast<size_t>(class_dim(log_p))] = weight.size(0);

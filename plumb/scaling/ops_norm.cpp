@@ -5,7 +5,6 @@
 
 #include <limits>
 
-#include "plumb/cuda/rows.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -37,7 +36,7 @@ double grad_scale(const Tensor& input, at::IntArrayRef shape) {
   return rules::norm_grad_weight(c10::multiply_integers(shape), input.numel());
 }
 
-// Of a norm's mean and rstd.
+// Returns the sizes of a norm's mean and rstd.
 c10::SymDimVector statistics_sizes(const Tensor& input, at::IntArrayRef shape) {
   c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   for (size_t i = 0; i < shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;
@@ -96,20 +95,9 @@ Tensor inverse_rms(const Tensor& wide_input, at::IntArrayRef shape, double eps) 
   return (at::mean(wide_input * wide_input, last_dims(shape), /*keepdim=*/true) + eps).rsqrt();
 }
 
-// Whether kernels of their own take these.
-bool takes_norm(const Tensor& input, const OptionalTensor& other) {
-  const auto takes = [&](const Tensor& t) { return plain(t) && cuda::takes_rows(t) && t.device() == input.device(); };
-  return takes(input) && (!present(other) || takes(*other));
-}
-
 std::tuple<Tensor, Tensor> native_rms_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
                                            std::optional<double> eps) {
   check_normalized("rms_norm", input, shape, weight);
-  if (takes_norm(input, weight)) {
-    const auto made =
-        cuda::rms_norm(input, c10::multiply_integers(shape), weight.value_or(Tensor()), rms_eps(input, eps));
-    if (made.result.defined()) return {made.result, made.rstd.view_symint(statistics_sizes(input, shape))};
-  }
   auto x = input.to(wide(input)).contiguous(input.suggest_memory_format());  // as torch lays its result out
   auto rstd = inverse_rms(x, shape, rms_eps(input, eps));
   auto out = x * rstd;
@@ -127,15 +115,6 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& i
   check_normalized("rms_norm", input, shape, weight);
   check_gradient("rms_norm", grad, input.sizes());
   const bool want_weight = mask[1] && present(weight);
-  if (takes_norm(input, weight) && takes_norm(input, grad) && takes_norm(input, saved_rstd) &&
-      grad.scalar_type() == input.scalar_type() && saved_rstd.scalar_type() == at::kFloat &&
-      saved_rstd.numel() == leading(input.sizes(), shape.size()) && (mask[0] || want_weight)) {
-    auto made = cuda::rms_norm_gradient(grad, input, c10::multiply_integers(shape), weight.value_or(Tensor()),
-                                        saved_rstd, mask[0], want_weight);
-    if (want_weight && made.done)
-      made.weight = scaled(made.weight.view(shape), grad_scale(input, shape)).to(weight->scalar_type());
-    if (made.done) return {made.input, made.weight};
-  }
   const auto type = wide(input);
   auto x = input.to(type).contiguous();
   auto g = grad.to(type).contiguous();

@@ -1,4 +1,4 @@
-// Optimisers with u-muP's learning rates, so that one rate serves every width and depth (arXiv 2407.17465, table 2).
+// Optimizers with u-muP's learning rates, so that one rate serves every width and depth (arXiv 2407.17465, table 2).
 #pragma once
 
 #include <torch/optim/adam.h>
@@ -61,7 +61,7 @@ std::vector<torch::optim::OptimizerParamGroup> scaled_parameters(const NamedPara
   return groups;
 }
 
-// torch's optimiser over scaled parameter groups. Give it a module's parameters, named or not.
+// torch's optimizer over scaled parameter groups. Give it a module's parameters, named or not.
 template <class Base, class OptimizerOptions>
 class ScaledOptimizer : public Base {
  public:

@@ -20,11 +20,11 @@ Scales gelu(double mult);
 Scales silu(double mult);
 // [output, grad_input].
 Scales relu();
-// One factor for the output and both gradients: the rule is constrained by construction.
+// Returns one factor for the output and both gradients: the rule is constrained by construction.
 double silu_glu(double mult);
 // [output, grad_input] for a softmax over dim_size values.
 Scales softmax(int64_t dim_size, double mult);
-// One factor for output and gradient; 0 <= p < 1.
+// Returns one factor for output and gradient; 0 <= p < 1.
 double dropout(double p);
 
 // [output, grad_left, grad_right] of (left x inner) @ (inner x right). left_repeats, right_repeats: how often an
@@ -41,15 +41,15 @@ Scales convolution(int64_t out_channels, int64_t in_channels_per_group, int64_t 
 
 // [output, grad_input, grad_other]; repeats as for matmul. scalar: one operand has a single value.
 Scales add(int64_t input_repeats, int64_t other_repeats, bool scalar);
-// The factor of a norm's weight and bias gradients: each is a sum over numel / normalized values.
+// Returns the factor of a norm's weight and bias gradients: each is a sum over numel / normalized values.
 double norm_grad_weight(int64_t normalized, int64_t numel);
-// The factor of an embedding table's gradient: a row is looked up batch / num_embeddings times.
+// Returns the factor of an embedding table's gradient: a row is looked up batch / num_embeddings times.
 double embedding_grad_weight(int64_t num_embeddings, int64_t batch);
-// One factor for the output and the gradients of query, key and value (M, appendix B, "attention").
+// Returns one factor for the output and the gradients of query, key and value (M, appendix B, "attention").
 double attention(int64_t seq_len, int64_t head_size, double mult, double dropout_p, bool is_causal);
-// The factor of the logits' gradient of a summed cross entropy over `classes`.
+// Returns the factor of the logits' gradient of a summed cross entropy over `classes`.
 double cross_entropy_grad(int64_t classes, double label_smoothing);
-// The factor of both gradients of a summed squared error.
+// Returns the factor of both gradients of a summed squared error.
 double mse_grad();
 
 // How a window meets its inputs; what padding adds is zero, and values near a border are used less often.

@@ -21,7 +21,7 @@ inline void require_positive(const char* what, double value) {
               std::string(what) + " must be a positive number, not " + std::to_string(value) + ".");
 }
 
-// The mean of f over a unit normal variable. The trapezoid rule is exact to rounding for smooth functions.
+// Returns the mean of f over a unit normal variable. The trapezoid rule is exact to rounding for smooth functions.
 template <class F>
 double normal_mean(const F& f) {
   constexpr int kSteps = 400;

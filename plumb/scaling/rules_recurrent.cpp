@@ -10,7 +10,7 @@ namespace {
 double squared(double x) { return x * x; }
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// The mean of f(x) for a normal x of this variance. The trapezoidal rule is exact to the last digits here: all
+// Returns the mean of f(x) for a normal x of this variance. The trapezoidal rule is exact to the last digits here: all
 // derivatives vanish at both ends.
 template <class F>
 double mean(const F& f, double variance) {
@@ -60,7 +60,7 @@ void go_back(Recurrent& r, int64_t steps, const F& step) {
 }
 
 // A candidate's gradient at one step is memory's gradient times a gate and a slope of tanh, both positive, and memory's
-// is handed on times a gate of mean 1/2. `part`: of the gates' mean squares that are the candidate's.
+// is passed on times a gate of mean 1/2. `part`: the candidate's share of the gates' mean squares.
 double bias_ratio(double part, double variance, int64_t steps) {
   const double slope = mean([](double x) { return 1 - squared(std::tanh(x)); }, variance);
   double alike = 0.5 * (0.25 / kGate) * squared(slope) / mean_tanh_slope(variance), sum = 0;

@@ -8,7 +8,7 @@
 // memory grow or die. The changes of a step to the mean squares of memory, state and gradients are one-dimensional
 // Gaussian integrals, with values at different units and steps taken as independent. For states the fixed point counts,
 // for gradients the mean over the steps. Only a bias, whose gradient is a plain sum over steps, sees that a candidate's
-// gradients at neighbouring steps are alike: memory passes half of them through.
+// gradients at neighboring steps are alike: memory passes half of them through.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ enum class RecurrentKind { Lstm, Gru, Tanh, Relu };
 struct Recurrent {
   double hidden = 1;  // root of the mean square of a state h; the output is divided by it
   double cell = 1;    // of an LSTM's memory c
-  // Of the gradients at the preactivations where they meet the input's and the state's weights, root of the mean square
-  // over gates and steps, for a gradient of mean square 1 at every step's unscaled h.
+  // Gradients at the preactivations where they meet the input's and the state's weights: root of the mean square over
+  // gates and steps, for a gradient of mean square 1 at every step's unscaled h.
   double grad_input_gates = 1;
   double grad_hidden_gates = 1;
   // Their root mean square summed over steps for a bias, relative to that of independent steps.

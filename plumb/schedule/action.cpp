@@ -31,7 +31,7 @@ bool needs_microbatch(ActionKind kind) {
   return kind != ActionKind::Unshard && kind != ActionKind::Reshard && kind != ActionKind::ReduceGrad;
 }
 
-// The neighbour a message without a named other end means: values go up, gradients down.
+// Returns the neighbor a message without a named other end means: values go up, gradients down.
 int neighbour(ActionKind kind, int stage) {
   return kind == ActionKind::SendForward || kind == ActionKind::RecvBackward ? stage + 1 : stage - 1;
 }

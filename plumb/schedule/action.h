@@ -4,7 +4,7 @@
 // backward of stage 1 with respect to its input, "0W3" with respect to its weights, "0B1" both at once, "1SEND_F2" the
 // sending of stage 1's output to stage 2, "2RECV_F2" the receiving of it, "1SEND_B2" / "0RECV_B2" the same for
 // gradients, "3UNSHARD", "3RESHARD", "3REDUCE_GRAD" without microbatch, "(0F5;7B2)OVERLAP_F_B" a forward and a backward
-// run as one. A message between stages that are not neighbours names the other stage: "0SEND_F2>3" goes to stage 3,
+// run as one. A message between stages that are not neighbors names the other stage: "0SEND_F2>3" goes to stage 3,
 // "3RECV_F2<0" comes from stage 0. An idle tick is the empty text.
 #pragma once
 
@@ -57,7 +57,7 @@ struct Action {
   static Action backward(int stage, int microbatch) {
     return {ActionKind::FullBackward, ActionKind::Idle, stage, microbatch};
   }
-  // A message of `kind` at `stage`, whose other end is `other`.
+  // Returns a message of `kind` at `stage`, whose other end is `other`.
   static Action message(ActionKind kind, int stage, int microbatch, int other) {
     return {kind, ActionKind::Idle, stage, microbatch, other};
   }
@@ -82,8 +82,8 @@ struct Action {
 
 std::string to_string(const Action& action);
 
-// The action a text says; surrounding blanks are ignored, an empty text is idle. Anything else that is not exactly one
-// action raises Error(InvalidArgument) that says what is wrong with it.
+// Parses the text of an action; surrounding blanks are ignored, an empty text is idle. Throws Error(InvalidArgument)
+// with the reason for text that is not exactly one action.
 Action parse_action(std::string_view text);
 
 }  // namespace plumb

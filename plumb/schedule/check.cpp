@@ -40,18 +40,18 @@ class Checker {
     }
   }
 
-  // An action of the table, as "1F2 (rank 0, position 5)".
+  // Returns an action of the table, as "1F2 (rank 0, position 5)".
   std::string named(int rank, int position) const {
     return str(to_string(schedule_.rows[rank][position]), " (rank ", rank, ", position ", position, ")");
   }
 
-  // Of an action of the table, whose name begins the sentence.
+  // Adds a problem about an action of the table, whose name begins the sentence.
   template <class... Parts>
   void blame(ProblemKind kind, int rank, int position, const Parts&... why) {
     add(kind, rank, position, schedule_.rows[rank][position], str(named(rank, position), " ", why...));
   }
 
-  // Where an event is to happen in its rank's row.
+  // Returns the position of an event in its rank's row.
   int& position(EventKind kind, int index, int microbatch) { return (*positions_)[{kind, index, microbatch}]; }
 
   bool shape_fits() {
@@ -149,7 +149,7 @@ class Checker {
     return false;
   }
 
-  // What the table itself shows, if that is the other of the two common placements.
+  // Returns the placement that the table itself shows, if that is the other of the two common placements.
   std::string placement_hint() const {
     int ranks = schedule_.num_ranks(), stages = schedule_.num_stages();
     if (stages % ranks != 0) return "";
@@ -224,8 +224,7 @@ class Checker {
     check_stage_actions();
   }
 
-  // REDUCE_GRAD after the stage's last weight gradient; computing only between UNSHARD and RESHARD where there are
-  // such.
+  // REDUCE_GRAD after the stage's last weight gradient; computing only between UNSHARD and RESHARD, if there are any.
   void check_stage_actions() {
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       const auto& row = schedule_.rows[rank];

@@ -59,7 +59,7 @@ struct CheckReport {
 
 CheckReport check_schedule(const Schedule& schedule, const StageEdges& edges = {}, const CheckOptions& options = {});
 
-// Raises Error(Schedule) with the problems found, if any.
+// Throws Error(Schedule) with the problems found, if any.
 void require_runnable(const Schedule& schedule, const StageEdges& edges = {}, const CheckOptions& options = {});
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// All schedules for so many ranks and microbatches side by side, and the one to take.
+// Compares all schedules for a number of ranks and microbatches, and chooses one.
 #pragma once
 
 #include <functional>
@@ -11,10 +11,10 @@
 
 namespace plumb {
 
-// The costs of a model that is cut into so many stages.
+// The costs of a model that is cut into a number of stages.
 struct StageCosts {
   Costs costs;
-  // Memory that a stage takes whatever the schedule (parameters, gradients, optimiser), in the unit of
+  // Memory that a stage takes whatever the schedule (parameters, gradients, optimizer), in the unit of
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
 };
@@ -46,7 +46,7 @@ struct ScheduleChoice {
 };
 
 // Quickest first; those that do not fit, and then those that cannot be had, last. Equally quick ones: least memory,
-// then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Raises
+// then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Throws
 // Error(InvalidArgument) for unknown names and counts below one.
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs,
                                               const CompareOptions& options = {});

@@ -62,8 +62,7 @@ Schedule parse_csv(std::string_view text, const std::string& where) {
     for (std::size_t column = 0; column < row.size(); ++column) {
       int largest =
           std::max({row[column].stage, row[column].microbatch, row[column].other_stage, row[column].other_microbatch});
-      // Every stage and every microbatch has at least one action: a number beyond is a slip, and must not size
-      // anything.
+      // Every stage and every microbatch has at least one action: a number beyond is a slip, and must not size a table.
       if (largest >= 0 && static_cast<std::size_t>(largest) >= num_cells) {
         throw Error(ErrorKind::BadFile,
                     str("'", to_string(row[column]), "' names number ", largest, ", but the whole table has only ",

@@ -1,5 +1,4 @@
-// Simulates a schedule event by event, as far as it runs. Checker, simulator and lowering are built on it. Internal to
-// this room.
+// Simulates a schedule event by event, as far as it runs. Checker, simulator and lowering build on it. For this room.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@
 
 namespace plumb::schedule_internal {
 
-// The edges that enter and leave every stage. Raises Error(InvalidArgument) for edges that do not lead up, are out of
+// The edges that enter and leave every stage. Throws Error(InvalidArgument) for edges that do not lead up, are out of
 // range or given twice.
 struct StageGraph {
   StageGraph(const StageEdges& edges, int num_stages);
@@ -43,11 +42,11 @@ struct Event {
   bool operator==(const Event&) const = default;
 };
 
-// The rank that makes an event happen.
+// Returns the rank that makes an event happen.
 int rank_of(const Event& event, const StageGraph& graph, const Placement& placement);
 
-// Of a message: the stages that its value goes from and to in the forward, and what its entry in a row makes happen
-// (index -1: no edge leads there).
+// ends_of() returns the stages that a message's value goes from and to in the forward. event_of() returns the event of
+// its entry in a row (index -1: no edge leads there).
 std::pair<int, int> ends_of(const Action& message);
 Event event_of(const Action& message, const StageGraph& graph);
 
@@ -93,14 +92,14 @@ struct EventSimulation {
   std::vector<int> stuck_ranks;
 };
 
-// Whether it trains: an evaluation's table only goes forward.
+// Returns whether it trains: an evaluation's table only goes forward.
 bool has_backward(const Schedule& schedule);
 
-// The most activations a rank's row holds, in the unit of costs.activation (a list by stage), and the entry that gets
-// there first (-1 if nothing is ever held).
+// Returns the most activations a rank's row holds, in the unit of costs.activation (a list by stage), and the entry
+// that gets there first (-1 if nothing is ever held).
 std::pair<double, int> peak_activations(const std::vector<Action>& row, const Costs& costs);
 
-// The entry at the other end of a message: of a send its receive, of a receive its send.
+// Returns the entry at the other end of a message: of a send its receive, of a receive its send.
 Action other_end(const Action& message);
 
 }  // namespace plumb::schedule_internal

@@ -11,7 +11,7 @@ using schedule_internal::new_table;
 
 namespace {
 
-// All microbatches through one stage of a rank before the next; `ascending`: backwards from the first microbatch on.
+// Runs all microbatches through one stage of a rank before the next; `ascending`: backwards from the first one on.
 Schedule stage_by_stage(const char* name, int num_ranks, int num_microbatches, int stages_per_rank, bool ascending) {
   Schedule schedule = new_table(name, num_ranks, num_microbatches, stages_per_rank, false);
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -49,7 +49,7 @@ std::vector<Step> steps_in_rounds(int num_ranks, int num_microbatches, int chunk
 }
 
 // Forwards until a backward can come, `hop` more for every rank below; 1F1B; the rest. Microbatches in rounds.
-// weight_lag < 0: full backwards; otherwise halves, with so many inputs backwards ahead of the first weight backward.
+// weight_lag < 0: full backwards; otherwise halves, with that many inputs backwards ahead of the first weight backward.
 std::vector<Action> interleaved_row(int rank, int num_ranks, int num_microbatches, int chunks, int hop,
                                     int weight_lag) {
   std::vector<Step> forwards = steps_in_rounds(num_ranks, num_microbatches, chunks, false);

@@ -1,6 +1,6 @@
 // Generators of pipeline schedules.
 //
-// All take the number of ranks p and of microbatches n, each at least 1, and raise Error(InvalidArgument) otherwise.
+// All take the number of ranks p and of microbatches n, each at least 1, and throw Error(InvalidArgument) otherwise.
 // Tables only compute; they hold no idle entries. Unless its comment says otherwise, a table adds weight gradients up
 // in microbatch order in every stage (CheckReport::weights_in_microbatch_order).
 #pragma once
@@ -50,7 +50,7 @@ Schedule v_min_schedule(int num_ranks, int num_microbatches);
 
 // Every stage on two ranks, s and p - 1 - s, which share its weights: the first half of the microbatches enters at rank
 // 0, the second at rank p - 1 (arXiv 2412.19437). Each copy adds up its own microbatches in order; the two sums have to
-// be added before the optimiser. p has to be even.
+// be added before the optimizer. p has to be even.
 Schedule dual_pipe_schedule(int num_ranks, int num_microbatches);
 
 // A row of the list of schedules (names.cpp). The Python class `ScheduleNAME`, the command's --schedule and the table
@@ -68,11 +68,12 @@ struct ScheduleTraits {
 // Names as in torch, in the order of the list.
 const std::vector<std::string>& schedule_names();
 
-// Upper and lower case are alike. Raises Error(InvalidArgument) that lists the names for one that is unknown.
+// Returns the traits of a schedule; upper and lower case are alike. Throws Error(InvalidArgument) that lists the names
+// for one that is unknown.
 const ScheduleTraits& schedule_traits(std::string_view name);
 
-// The table of that name. stages_per_rank 0 takes the least the schedule can be made for (two for the interleaved
-// ones); a number it cannot be made for raises Error(InvalidArgument).
+// Returns the table of that name. stages_per_rank 0 takes the least the schedule can be made for (two for the
+// interleaved ones); a number it cannot be made for throws Error(InvalidArgument).
 Schedule make_schedule(std::string_view name, int num_ranks, int num_microbatches, int stages_per_rank = 0);
 
 }  // namespace plumb

@@ -74,7 +74,7 @@ void split_pairs(Schedule& schedule) {
   }
 }
 
-// What surrounds the computing of one rank: UNSHARD and RESHARD before an action, REDUCE_GRAD after it.
+// Actions around the computing of one rank: UNSHARD and RESHARD before an action, REDUCE_GRAD after it.
 class Surroundings {
  public:
   Surroundings(const std::vector<Action>& row, const LowerOptions& options) : row_(row), options_(options) {
@@ -115,7 +115,7 @@ class Surroundings {
   }
 
  private:
-  // The stages used next, soonest first; both of an overlapped pair even if that is one more than allowed.
+  // Returns the stages used next, soonest first; both of an overlapped pair even if that is one more than allowed.
   std::vector<int> next_stages(std::size_t i) const {
     std::vector<int> stages;
     for (; i < row_.size() && static_cast<int>(stages.size()) < options_.max_unsharded; ++i) {
@@ -137,7 +137,7 @@ class Surroundings {
   std::vector<int> whole_;
 };
 
-// The row with what surrounds its entries. `before` adds what comes before entry i; row.size(): after the last one.
+// Returns the row with the actions around its entries. `before` adds those before entry i; row.size(): after the last.
 std::vector<Action> surround(const std::vector<Action>& row, const LowerOptions& options,
                              const std::function<void(std::size_t i, std::vector<Action>& out)>& before) {
   std::vector<Action> out;

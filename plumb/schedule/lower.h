@@ -10,7 +10,7 @@ struct LowerOptions {
   // and the forward's value leaves before the backward runs.
   bool keep_pairs = false;
   bool reduce_grad = false;  // REDUCE_GRAD of a stage right after its last weight gradient
-  int max_unsharded = 0;     // > 0: UNSHARD / RESHARD around use, at most so many stages of a rank whole at a time
+  int max_unsharded = 0;  // > 0: UNSHARD / RESHARD around use, this many stages of a rank at most are whole at a time
 };
 
 // Puts SEND_x behind every action whose value another rank needs and RECV_x into the row of the stage that needs it:
@@ -21,7 +21,7 @@ struct LowerOptions {
 // at the instant its value is made), so the result runs without deadlock even where sends and receives block until both
 // ends are there and messages between two ranks may not overtake each other.
 //
-// Raises Error(Schedule) for a table that cannot run or has messages already. A table without any backward (evaluation)
+// Throws Error(Schedule) for a table that cannot run or has messages already. A table without any backward (evaluation)
 // is taken as such.
 Schedule lower_schedule(const Schedule& schedule, const StageEdges& edges = {}, const LowerOptions& options = {});
 
@@ -30,14 +30,14 @@ Schedule lower_schedule(const Schedule& schedule, const StageEdges& edges = {}, 
 // for all its messages. For each entry of each row the position of the other one in that row, next to it, or -1.
 std::vector<std::vector<int>> meeting_messages(const Schedule& lowered);
 
-// A row of a rank with UNSHARD, RESHARD and REDUCE_GRAD as the options say; idle entries go.
+// Returns a row of a rank with UNSHARD, RESHARD and REDUCE_GRAD as the options say; idle entries go.
 std::vector<Action> with_surroundings(const std::vector<Action>& row, const LowerOptions& options);
 
 // Joins an I directly followed by its own W into a B (idle entries between them go); one pass through the engine is
 // cheaper than two.
 Schedule merge_backwards(const Schedule& schedule);
 
-// The forwards of a table alone, for evaluation.
+// Returns the forwards of a table alone, for evaluation.
 Schedule forward_only(const Schedule& schedule);
 
 }  // namespace plumb

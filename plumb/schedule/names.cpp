@@ -67,7 +67,7 @@ struct Entry {
   Generator make;
 };
 
-// The list of schedules.
+// Returns the list of schedules.
 const std::vector<Entry>& entries() {
   static const ScheduleTraits loops{.max_stages_per_rank = kMany}, halves{.splits_backward = true};
   static const ScheduleTraits v{

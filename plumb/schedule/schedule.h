@@ -34,14 +34,14 @@ struct Placement {
   int rank_of(int stage, int microbatch) const {
     return reverse_ranks.empty() || microbatch < reverse_from ? ranks[stage] : reverse_ranks[stage];
   }
-  // The stages a rank holds, ascending.
+  // Returns the stages a rank holds, ascending.
   std::vector<int> stages_of(int rank) const;
   bool operator==(const Placement&) const = default;
 };
 
 // Stage s on rank s mod num_ranks.
 Placement loop_placement(int num_ranks, int stages_per_rank);
-// Up the ranks, down again, up again: neighbouring stages at a turn share a rank.
+// Up the ranks, down again, up again: neighboring stages at a turn share a rank.
 Placement v_placement(int num_ranks, int stages_per_rank = 2);
 
 struct Schedule {
@@ -59,23 +59,23 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// The table without idle entries.
+// Returns the table without idle entries.
 Schedule without_idle(Schedule schedule);
-// The table with idle entries so that a column is a tick: every action takes one, and waits for what it needs from a
-// column before. Pairs have no length in ticks: a table with pairs is returned without idle entries. Compute-only
-// tables; raises Error(Schedule) for one that deadlocks.
+// Returns the table with idle entries so that a column is a tick: every action takes one, and waits for its inputs from
+// a column before. Pairs have no length in ticks: a table with pairs is returned without idle entries. Compute-only
+// tables; throws Error(Schedule) for one that deadlocks.
 Schedule with_idle_ticks(const Schedule& schedule);
 
 // torch's CSV: a line a rank, a cell an action, empty cells idle. Both compute-only and lowered tables.
 std::string to_csv(const Schedule& schedule);
-// Reads that. Lines that are blank or start with '#' are skipped, and what follows a '#' in a line. Stages,
-// microbatches and placement are taken from what the table does. `where` is a file's name for messages. Raises
-// Error(BadFile) that names line, rank and column; says nothing about whether the table can run (check.h).
+// Reads torch's CSV. Skips blank lines and text from a '#' on. Stages, microbatches and placement are inferred from the
+// table. `where` is a file's name for messages. Throws Error(BadFile) that names line, rank and column; does not check
+// whether the table can run (check.h).
 Schedule parse_csv(std::string_view text, const std::string& where = "");
 Schedule read_csv(const std::string& path);
 void write_csv(const Schedule& schedule, const std::string& path);
 
-// The placement that the compute actions of a table show. Stages nobody runs are on rank -1.
+// Returns the placement that the compute actions of a table show. Stages that no rank runs are on rank -1.
 Placement infer_placement(const std::vector<std::vector<Action>>& rows);
 
 }  // namespace plumb

@@ -78,7 +78,7 @@ class Player {
   double& forward_at(int rank, int m) { return forward_at_[static_cast<std::size_t>(rank) * microbatches_ + m]; }
   double& gradient_at(int rank, int m) { return gradient_at_[static_cast<std::size_t>(rank) * microbatches_ + m]; }
 
-  // What rank r does at `now`, knowing what comes to it from actions that have begun.
+  // Chooses the action of rank r at `now`, from the values that begun actions will deliver.
   void choose(int rank, double now) {
     State& state = state_[rank];
     const Habit& habit = (*habits_)[rank];
@@ -147,8 +147,7 @@ class Player {
   std::priority_queue<Wake> queue_;
 };
 
-// A table as the order of kinds in every rank: microbatches follow from counting. Timed, then changed along its
-// critical path.
+// A table as the order of kinds in every rank; microbatches are counted. Timed, then changed along its critical path.
 class Orders {
  public:
   Orders(const std::vector<std::vector<Action>>& rows, int num_microbatches, const Costs& costs, double limit)
@@ -187,10 +186,10 @@ class Orders {
 
   struct Place {
     int rank;
-    std::size_t index;  // of the later of two neighbours in a row
+    std::size_t index;  // of the later of two neighbors in a row
   };
 
-  // Neighbours that follow each other without a pause on the way to the end of the longest rank: to change anything,
+  // Neighbors that follow each other without a pause on the way to the end of the longest rank: to change anything,
   // one such pair has to change places. Only pairs that may.
   std::vector<Place> critical_pairs() {
     std::vector<Place> pairs;
@@ -317,7 +316,7 @@ std::vector<std::vector<Habit>> grid(int num_ranks) {
 
 int pick(std::mt19937_64& random, int count) { return static_cast<int>(random() % static_cast<std::uint64_t>(count)); }
 
-// One habit of a rank, or of some that follow each other, a little different.
+// Returns one habit of a rank, or of some that follow each other, a little different.
 std::vector<Habit> change_some(std::vector<Habit> habits, int num_microbatches, std::mt19937_64& random) {
   static constexpr double kShares[] = {0, 0.25, 0.5, 0.75, 1, 1.5};
   int ranks = static_cast<int>(habits.size());
@@ -336,7 +335,7 @@ std::vector<Habit> change_some(std::vector<Habit> habits, int num_microbatches, 
   return habits;
 }
 
-// Swaps neighbours along the critical path as long as that does not make it longer; how many tables were timed.
+// Swaps neighbors along the critical path as long as that does not make it longer; how many tables were timed.
 int improve(Orders& orders, int most_tables, std::mt19937_64& random) {
   Score now = orders.time();
   int tried = 1;

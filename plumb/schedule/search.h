@@ -28,11 +28,11 @@ struct SearchResult {
 // takes what is ready, forwards first until it is warm, then input backwards before forwards, and weight backwards into
 // gaps or where memory has to be freed. A grid search over all ranks finds what counts as warm, how large a gap has to
 // be, and how many forwards a rank may be ahead. Then they change rank by rank as long as that helps. At last
-// neighbours along the critical path swap. Minimises the longest step of a rank (Simulation::zero_bubble_rate), then
+// neighbors along the critical path swap. Minimizes the longest step of a rank (Simulation::zero_bubble_rate), then
 // the makespan. Weight gradients add up in microbatch order.
 //
 // costs.full and costs.overlap play no part; costs.held_for_weight does: what the input backward frees can hold further
-// forwards. Raises Error(InvalidArgument) for counts below one, costs that do not fit, or a limit under one microbatch.
+// forwards. Throws Error(InvalidArgument) for counts below one, costs that do not fit, or a limit under one microbatch.
 SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& costs,
                              const SearchOptions& options = {});
 

@@ -29,8 +29,7 @@ constexpr Measured kMeasured[] = {{18.522, 18.086, 9.337, 0.601, 8, 2304, 24, .1
 // Half a unit of the last digit the paper prints.
 constexpr double kPrinted = 5e-5;
 
-// The paper's memory (its table 1): of a layer's 34 h + 5 a s activations the weight backward needs 32 h; sequences of
-// 1,024 tokens.
+// The paper's memory (its table 1): of a layer's 34 h + 5 a s activations the weight backward needs 32 h; s = 1,024.
 double held_for_weight(const Measured& m) { return 32 * m.width / (34 * m.width + 5 * m.heads * 1024); }
 
 Costs costs_of(const Measured& measured) {

@@ -25,8 +25,8 @@ struct Costs {
   // The share of it that is held from the input backward until the weight backward.
   double held_for_weight = 1;
 
-  // These costs with one entry a stage; raises Error(InvalidArgument) for a list of another length, or a value that is
-  // negative or not finite.
+  // Returns these costs with one entry a stage. Throws Error(InvalidArgument) for a list of another length, or a value
+  // that is negative or not finite.
   Costs for_stages(int num_stages, int num_ranks) const;
 };
 
@@ -43,10 +43,10 @@ struct Simulation {
   std::vector<double> first, last;  // by rank: start of its first and end of its last computation
   std::vector<double> peak_memory;  // by rank, in the unit of Costs::activation
 
-  // The ranks' idle share of the makespan: 1 - mean(busy) / makespan.
+  // Returns the ranks' idle share of the makespan: 1 - mean(busy) / makespan.
   double bubble_rate() const;
   // The Zero Bubble paper's (arXiv 2401.10241, section 4): every rank may start its step when its first work comes and
-  // end with its last, as the optimiser's step needs no common instant. So steps are apart by the longest that a rank
+  // end with its last, as the optimizer's step needs no common instant. So steps are apart by the longest that a rank
   // works at one: the largest last - first.
   double cost() const;
   // 1 - mean(busy) / cost().
@@ -57,8 +57,7 @@ struct Simulation {
   double max_peak_memory() const;
 };
 
-// Raises Error(Schedule) for a table that cannot run to its end (check.h tells why), Error(InvalidArgument) for bad
-// costs.
+// Throws Error(Schedule) for a table that cannot run to its end (see check.h), Error(InvalidArgument) for bad costs.
 Simulation simulate_schedule(const Schedule& schedule, const Costs& costs = {}, const StageEdges& edges = {});
 
 }  // namespace plumb

@@ -15,7 +15,7 @@ bool makes_input_gradient(const Action& a) {
   return a.kind == ActionKind::BackwardInput || a.kind == ActionKind::FullBackward;
 }
 
-// What a rank has made, sent and received, by stage and microbatch.
+// Values that a rank has made, sent and received, by stage and microbatch.
 struct Known {
   std::set<std::tuple<ActionKind, int, int>> all;  // of backwards the input half
 
@@ -23,7 +23,7 @@ struct Known {
     all.insert({makes_input_gradient(a) ? ActionKind::BackwardInput : a.kind, a.stage, a.microbatch});
   }
   bool has(ActionKind kind, int stage, int microbatch) const { return all.count({kind, stage, microbatch}) > 0; }
-  // Whether the value that a forward or backward starts from is here.
+  // Returns whether the value that a forward or backward starts from is here.
   bool has_input(const Action& a, int num_stages) const {
     if (a.kind == ActionKind::Forward) {
       return a.stage == 0 || has(ActionKind::RecvForward, a.stage, a.microbatch) ||

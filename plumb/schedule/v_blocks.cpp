@@ -1,5 +1,4 @@
-// V schedules with controllable memory (arXiv 2405.15362): one microbatch's way through the V, repeated every six
-// ticks.
+// V schedules with controllable memory (arXiv 2405.15362): one microbatch's way through the V, every six ticks.
 //
 // With F = I = W = 1 a microbatch takes six ticks of every rank (two chunks), so blocks six ticks apart fill a rank
 // exactly if no two passes of a block fall on the same tick modulo six. How fast the passes move from rank to rank sets
@@ -68,7 +67,7 @@ std::vector<Action> row_of(const std::array<int, kPasses>& ticks, int rank, int 
   return row;
 }
 
-// The longest sum of lives over the ranks: what sets the memory.
+// Returns the longest sum of lives over the ranks: what sets the memory.
 int longest_life(const Block& block) {
   int longest = 0;
   for (const auto& ticks : block) {
@@ -135,8 +134,8 @@ void fill_tails(Schedule& schedule) {
   for (std::size_t r = 0; r < ranks.size(); ++r) schedule.rows[r] = std::move(ranks[r].done);
 }
 
-// Of all blocks with the given sum of hops (the same life on all ranks: F0 and I0, F1 and I1 share it evenly) the one
-// with the least memory, then the shortest.
+// Repeats the block with the least memory, then the shortest, among all with the given sum of hops (the same life on
+// all ranks: F0 and I0, F1 and I1 share it evenly).
 Schedule repeat_block(const char* name, int num_ranks, int num_microbatches, int hops_of_a_leg) {
   Schedule schedule = schedule_internal::new_table(name, num_ranks, num_microbatches, 2, true);
   std::optional<Block> best;

@@ -29,13 +29,13 @@ class RowWriter {
     row_.push_back(Action::overlap(Action::forward(stages_[forward_chunk], forwards_[forward_chunk]++),
                                    Action::backward(stages_[backward_chunk], backwards_[backward_chunk]++)));
   }
-  // The oldest weight backward that is due, of one chunk; false if there is none.
+  // Returns the oldest weight backward that is due, of one chunk; false if there is none.
   bool weight(int chunk) {
     if (weights_[chunk] == inputs_[chunk].size()) return false;
     row_.push_back(Action::weight(stages_[chunk], inputs_[chunk][weights_[chunk]++].microbatch));
     return true;
   }
-  // Of either.
+  // Returns the oldest weight backward that is due, of either chunk.
   bool weight() {
     bool due[2] = {weights_[0] < inputs_[0].size(), weights_[1] < inputs_[1].size()};
     if (!due[0] && !due[1]) return false;
@@ -174,7 +174,7 @@ Schedule dual_pipe_schedule(int num_ranks, int num_microbatches) {
     int near = std::min(rank, num_ranks - 1 - rank), far = num_ranks - 1 - near;
     std::vector<Action> row;
     dual_pipe_row(row, near, num_ranks / 2, count, near, far);
-    // Of the near stage this rank takes the microbatches that enter at its own end, of the far stage the others.
+    // This rank takes the near stage's microbatches that enter at its own end, and the far stage's others.
     bool low = rank == near;
     auto kept = [&](Action part) {
       bool first = (part.stage == near) == low;

@@ -19,10 +19,10 @@ class BatchSource {
  public:
   virtual ~BatchSource() = default;
   virtual Batch next() = 0;
-  // Its position, for a checkpoint: the next batch after load_state(state()) is the one that came next.
+  // Returns its position, for a checkpoint: the next batch after load_state(state()) is the one that came next.
   virtual nlohmann::json state() = 0;
   virtual void load_state(const nlohmann::json& state) = 0;
-  // As Samples::identity().
+  // Returns Samples::identity() of its samples.
   virtual std::string identity() const = 0;
 };
 
@@ -46,8 +46,8 @@ class EpochBatches : public BatchSource {
   int64_t drawn_ = 0;
 };
 
-// Reads another source's batches on a thread, at most `ahead` of them before they are asked for. What that raises is
-// raised by the next() it was for.
+// Reads another source's batches on a thread, at most `ahead` of them before they are asked for. Its exception is
+// thrown by the next() it was for.
 class ReadAhead : public BatchSource {
  public:
   explicit ReadAhead(std::unique_ptr<BatchSource> source, size_t ahead = 2);

@@ -8,7 +8,7 @@
 #include "plumb/training/batches.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/permutation.h"
-#include "plumb/training/training_for_test.h"
+#include "plumb/training/training_testing.h"
 
 namespace plumb {
 namespace {
@@ -38,7 +38,7 @@ TEST(Permutation, IsOneForEverySize) {
 }
 
 TEST(Permutation, IsAnotherOneForEveryKeyAndHasNoPlaceForARow) {
-  // Of 200 keys no row of 10 should stand in a place much more often than in a tenth of them.
+  // In 200 orders, no row of 10 should stand in a place much more often than in a tenth of them.
   std::vector<std::vector<int>> counts(10, std::vector<int>(10));
   for (uint64_t key = 0; key < 2000; ++key) {
     const Permutation order(10, key);
@@ -231,6 +231,16 @@ TEST_F(TrainingData, EvaluationIsTorchsEvalModeAndLeavesBuffersAlone) {
   TrainOptions without = rows();
   without.steps = 3;
   EXPECT_EQ(told.losses(), run(without, mlp()).losses());
+}
+
+TEST_F(TrainingData, EvaluationRefusesAGraphWhoseForwardTakesAnotherPathInTraining) {
+  options.steps = 1;
+  auto module = lm();
+  module->set_mode_read_at("model.py:3");
+  run(options, module);
+  options.eval_data = path("held.bin");
+  EXPECT_THAT(message_of([&] { run(options, module); }),
+              ::testing::AllOf(HasSubstr("another path in evaluation"), HasSubstr("model.py:3")));
 }
 
 TEST_F(TrainingData, EvaluationDropsNothingOut) {

@@ -14,7 +14,7 @@ std::string mebibytes(double bytes) { return short_number(bytes / (1 << 20)) + "
 
 TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   StageCostOptions measuring;
-  // Parameters and gradients, and what the optimiser keeps of each.
+  // Parameters and gradients, and what the optimizer keeps of each.
   measuring.bytes_per_parameter_byte = o.optimizer != "sgd" ? 4 : o.momentum > 0 ? 3 : 2;
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
   const Simulation simulation = simulate_schedule(job.schedule, costs.costs);
@@ -38,16 +38,8 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   return needs;
 }
 
-nlohmann::json to_json(const TrainNeeds& needs) {
-  nlohmann::json ranks = nlohmann::json::array();
-  for (const RankNeeds& r : needs.ranks) {
-    ranks.push_back({{"stages", r.stages}, {"parameters", r.parameters}, {"resident", r.resident}, {"peak", r.peak}});
-  }
-  return {{"dry_run", needs.seconds}, {"bubble", needs.bubble}, {"rows", needs.rows}, {"ranks", ranks}};
-}
-
 std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
-  Table table{{"rank", "stages", "parameters", "weights and optimiser", "peak memory"}, {}};
+  Table table{{"rank", "stages", "parameters", "weights and optimizer", "peak memory"}, {}};
   for (size_t rank = 0; rank < needs.ranks.size(); ++rank) {
     const RankNeeds& own = needs.ranks[rank];
     table.rows.push_back({std::to_string(rank), join(own.stages, [](int s) { return std::to_string(s); }),

@@ -33,6 +33,12 @@ void stop_training(Graph& graph) {
 }  // namespace
 
 std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module) {
+  if (module.is_training() && !module.mode_read_at().empty()) {
+    throw Error(ErrorKind::InvalidState,
+                "the graph was made in training mode, and the model's forward takes another path in evaluation",
+                "the forward reads its training mode: " + module.mode_read_at(),
+                "save the model in evaluation mode, too, and evaluate that file; train without --eval-data");
+  }
   Graph graph = module.graph().clone();
   stop_training(graph);
   return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
@@ -60,7 +66,7 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
                                          groups.pipeline, of_run);
 }
 
-// A microbatch's rows; those beyond the data are the first row again, with targets that do not count.
+// Returns a microbatch's rows; those beyond the data are the first row again, with targets that do not count.
 Batch Evaluator::unit(int64_t number) const {
   std::vector<int64_t> rows(static_cast<size_t>(rows_), 0);
   const int64_t begin = number * rows_, there = std::clamp<int64_t>(samples_.rows() - begin, 0, rows_);

@@ -8,8 +8,9 @@
 
 namespace plumb {
 
-// A copy of the graph in which dropout and the like draw nothing and batch norm takes its running statistics; the
-// tensors are those of `module`. torch's module.eval(), for a graph.
+// Returns a copy of the graph in which dropout and the like draw nothing and batch norm takes its running statistics;
+// the tensors are those of `module`. torch's module.eval(), for a graph. Throws Error(InvalidState) for a graph that
+// was made in training mode of a forward that takes another path in evaluation.
 std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module);
 
 struct Evaluation {
@@ -43,7 +44,7 @@ class Evaluator {
   int64_t rows_ = 0, units_ = 0;  // rows of a microbatch, microbatches
 };
 
-// Of options.file on options.data, in this process. Throws UsageError or Error.
+// Evaluates options.file on options.data, in this process. Throws UsageError or Error.
 Evaluation evaluate_file(TrainOptions options, const std::function<void(const std::string& what)>& phase = {});
 
 }  // namespace plumb

@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop or raise";
 
-// The actions of a rank, the halves of overlapped ones apart.
+// Returns the actions of a rank, the halves of overlapped ones apart.
 std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
   std::vector<std::string> all;
   const Schedule computing = compute_only(schedule);
@@ -60,13 +60,27 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
   return fault;
 }
 
-std::vector<Fault> faults_of(const std::vector<Fault>& faults, int rank) {
-  if (launched_again()) return {};
-  std::vector<Fault> own;
-  for (const Fault& fault : faults) {
-    if (fault.rank == rank) own.push_back(fault);
+FaultTrigger::FaultTrigger(const std::vector<Fault>& faults, int rank, Membership* members,
+                           std::function<void(const Fault&)> report)
+    : members_(members), report_(std::move(report)) {
+  if (launched_again()) return;
+  std::ranges::copy_if(faults, std::back_inserter(faults_), [rank](const Fault& fault) { return fault.rank == rank; });
+}
+
+void FaultTrigger::begin_step(int64_t step) {
+  step_ = step;
+  done_before_ = 0;
+  action_done(0);
+}
+
+void FaultTrigger::action_done(size_t done) {
+  for (const Fault& fault : faults_) {
+    if (fault.step != step_ || fault.action > done || (done > 0 && fault.action <= done_before_)) continue;
+    if (members_ != nullptr && !members_->is_first_to(fault.text)) continue;
+    report_(fault);
+    fault.happen();
   }
-  return own;
+  done_before_ = done;
 }
 
 }  // namespace plumb

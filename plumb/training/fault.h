@@ -1,9 +1,11 @@
 // A fault on purpose, for tests and drills: `--inject 'kill rank 2 at 1F3 of step 7'`.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "plumb/pipeline/generations.h"
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/options.h"
 
@@ -25,7 +27,26 @@ struct Fault {
 // step from 1. Throws UsageError.
 Fault parse_fault(const std::string& text, const TrainOptions& options, const Schedule& schedule);
 
-// Those of a rank; none in a job whose launcher has started its processes again.
-std::vector<Fault> faults_of(const std::vector<Fault>& faults, int rank);
+// Lets a rank's faults happen while its steps run.
+class FaultTrigger {
+ public:
+  // `members`: the faults happen once in all generations; null: in this process. There are none in a job whose launcher
+  // has started its processes again.
+  FaultTrigger(const std::vector<Fault>& faults, int rank, Membership* members,
+               std::function<void(const Fault&)> report);
+
+  bool empty() const { return faults_.empty(); }
+  int64_t step() const { return step_; }
+  void begin_step(int64_t step);
+  // `done`: actions of the step.
+  void action_done(size_t done);
+
+ private:
+  std::vector<Fault> faults_;
+  Membership* members_;
+  std::function<void(const Fault&)> report_;
+  int64_t step_ = 1;
+  size_t done_before_ = 0;
+};
 
 }  // namespace plumb

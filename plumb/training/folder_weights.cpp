@@ -18,7 +18,7 @@ bool has_values(const State& state) {
 
 namespace {
 
-// The folder that a saved one's tokenizer is copied from.
+// Returns the folder that a saved one's tokenizer is copied from.
 std::string source_of(const TrainOptions& o, const Pretrained& known) {
   return o.weights.empty() ? known.folder : o.weights;
 }
@@ -28,7 +28,7 @@ void wait_for_all(const ProcessGroup& group) {
   for (int rank = 0; rank < group.size() && group.size() > 1; ++rank) broadcast(group, at::ones({1}, at::kLong), rank);
 }
 
-// The stages, and the whole for what none of them uses.
+// Returns the stages, and the whole for what none of them uses.
 StateParts parts_of(const TrainJob& job) {
   StateParts parts;
   for (int s = 0; s < job.pipe->num_stages(); ++s) parts.push_back(&job.pipe->stage(s)->state());

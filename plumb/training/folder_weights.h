@@ -6,11 +6,11 @@
 
 namespace plumb {
 
-// Whether every tensor has values: those of a program that was imported without weights are on the meta device.
+// Returns whether every tensor has values: those of a program that was imported without weights are on the meta device.
 bool has_values(const State& state);
-// The folder that a program without weights takes them from: `weights`, what --weights says, else the one that it was
+// Returns the folder that a program without weights takes them from: `weights` (--weights), else the one that it was
 // imported from. "" if the program has its weights. Throws UsageError that names --weights if the folder is missing, is
-// another model's, or is given in vain.
+// another model's, or is not needed.
 std::string weights_folder(const std::string& weights, const ExportedProgram& program);
 // Gives a program those of weights_folder().
 void load_folder_weights(const std::string& weights, const ExportedProgram& program);

@@ -15,10 +15,10 @@ struct GenerateOptions {
   int64_t seed = 0;
 };
 
-// Goes on after `prompt` (tokens; empty: token 0) with options.tokens tokens, and answers these. The model: i64[batch,
-// length] to logits [batch, length, classes], causal. It is run whole for every token, on the last `length` tokens, in
-// the first row; what stands behind the end of the text is token 0. `drawn` is told each token. The same seed draws the
-// same text. Throws UsageError for a model of another kind, a token it does not know, and numbers out of range.
+// Continues `prompt` (tokens; empty: token 0) by options.tokens tokens and returns these. The model: i64[batch, length]
+// to logits [batch, length, classes], causal. It is run whole for every token, on the last `length` tokens, in the
+// first row; token 0 fills the rest. `drawn` is called with each token. The same seed draws the same text. Throws
+// UsageError for a model of another kind, a token it does not know, and numbers out of range.
 std::vector<int64_t> generate(GraphModule& module, std::vector<int64_t> prompt, const GenerateOptions& options,
                               const std::function<void(int64_t token)>& drawn = {});
 

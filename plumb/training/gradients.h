@@ -11,7 +11,7 @@
 
 namespace plumb {
 
-// A trained parameter of the whole model. Of several names of one tensor the first.
+// A trained parameter of the whole model, by the first of its names.
 struct ModelParameter {
   std::string name;
   int stage = 0;        // the first that holds it
@@ -26,11 +26,11 @@ void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, st
 // Rank 0's number, on all ranks. All ranks call it.
 int64_t of_rank_0(const ProcessGroup& group, int64_t number);
 
-// The sum of the squares in double, in an order that depends on the number of elements alone (not on threads).
+// Returns the sum of the squares in double, in an order that depends on the number of elements alone (not on threads).
 double sum_of_squares(const at::Tensor& tensor);
 
-// Scales gradients by max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does. Answers
-// the factor, 1 if nothing was done.
+// Scales gradients by max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_ does. Returns the
+// factor, 1 if nothing was done.
 double clip_gradients(const NamedTensors& parameters, double norm, double max_norm);
 
 // The mean over several passes of a schedule: sums of gradients, each pass by its weight.

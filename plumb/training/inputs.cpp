@@ -14,7 +14,7 @@
 namespace plumb {
 namespace {
 
-// A constant in place of a file; none if it is not one.
+// Returns a constant in place of a file; none if it is not one.
 std::optional<c10::IValue> constant(const std::string& text, const std::string& option) {
   if (text == "none") return c10::IValue();
   if (text == "true" || text == "false") return c10::IValue(text == "true");

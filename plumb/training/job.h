@@ -11,6 +11,7 @@
 #include "plumb/pipeline/runtime.h"
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/batches.h"
+#include "plumb/training/events.h"
 #include "plumb/training/fault.h"
 #include "plumb/training/gradients.h"
 #include "plumb/training/options.h"
@@ -19,8 +20,8 @@ namespace plumb {
 
 // Callbacks while a training runs; all may be empty.
 struct TrainHooks {
-  // Everything the help of --json lists. From rank 0, and {stage, recompute} from each of the first pipeline's ranks.
-  std::function<void(const nlohmann::json& event)> event = {};
+  // Called on rank 0; with event::Recomputed on each rank of the first pipeline.
+  std::function<void(const TrainEvent& event)> event = {};
   // The work before the first step, by name: "reading model.pt2".
   std::function<void(const std::string& what)> phase = {};
   // After each action of a step on rank 0.
@@ -67,8 +68,9 @@ void take_trained(const TrainJob& job);
 
 // A process writes its own history: it has one writer.
 std::string history_file(const TrainOptions& options, int rank);
-// The same for a run that goes on after this step, perhaps in another layout: its files stay those of one history. Rank
-// 0 takes the later steps out of files that no rank has any more, and gives the file of one process its rank's name.
+// Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay those of one
+// history. Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its
+// rank's name.
 std::string history_to_go_on_with(const TrainOptions& options, int rank, int64_t after);
 
 }  // namespace plumb

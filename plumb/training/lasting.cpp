@@ -8,7 +8,7 @@
 namespace plumb {
 namespace {
 
-// Whether another process in this one's place would fail as well.
+// Returns whether another process in this one's place would fail as well.
 bool fails_for_good(const Error& e) {
   switch (e.kind()) {
     case ErrorKind::Communication:
@@ -18,7 +18,7 @@ bool fails_for_good(const Error& e) {
   }
 }
 
-// The quickest of those with one stage a rank and sums in the order of microbatches.
+// Returns the quickest of those with one stage a rank and sums in the order of microbatches.
 std::string quickest_schedule(int stages, int microbatches) {
   CompareOptions options;
   options.stages_per_rank = {1};

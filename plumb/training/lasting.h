@@ -24,8 +24,8 @@ struct TrainSession {
 // As train(); a spare process returns when it was not needed.
 TrainResult train_lasting(const TrainOptions& options, const TrainHooks& hooks, Membership members);
 
-// The most processes, at most `left`, that the training can be run on with the bits of the options' own layout: fewer
-// stages, or with one stage fewer replicas. 0: none.
+// Returns the most processes, at most `left`, that the training can be run on with the bits of the options' own layout:
+// fewer stages, or with one stage fewer replicas. 0: none.
 int fewer_processes(const TrainOptions& options, int left);
 // Its options on so many: the cut balanced anew, the schedule the one of plumb's that is quickest for stages of equal
 // cost.

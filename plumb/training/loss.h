@@ -7,10 +7,10 @@
 
 namespace plumb {
 
-// The mean over the targets that count: for cross_entropy those that are not the ignored one, for mse those of the
-// mask. 0, with gradients of 0, where none counts. None for --loss output.
+// Returns the mean over the targets that count: for cross_entropy those that are not the ignored one, for mse those of
+// the mask. 0, with gradients of 0, where none counts. None for --loss output.
 Loss make_loss(const TrainOptions& options);
-// The output that is the loss: the one named so, or the only floating-point number. Throws UsageError.
+// Returns the output that is the loss: the one named so, or the only floating-point number. Throws UsageError.
 int loss_output(const GraphModule& module);
 
 // A step's batch in parts, rows of each as equal as can be, the first ones one longer. `counts`: the targets that

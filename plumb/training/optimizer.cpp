@@ -20,7 +20,7 @@ std::string trimmed(const std::string& text) {
   return begin == std::string::npos ? "" : text.substr(begin, end - begin + 1);
 }
 
-// The value of "0.1" or "0.1x" (`factor` then); NaN if it is none.
+// Returns the value of "0.1" or "0.1x" (`factor` then); NaN if it is none.
 double value_of(std::string text, bool& factor) {
   factor = text.ends_with('x');
   if (factor) text.pop_back();

@@ -1,4 +1,4 @@
-// torch's optimisers with each parameter's own learning rate and weight decay: u-muP's by tags, and those of groups.
+// torch's optimizers with each parameter's own learning rate and weight decay: u-muP's by tags, and those of groups.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -21,8 +21,8 @@ struct ParameterGroup {
 // Throws UsageError "--group TEXT: ...".
 ParameterGroup parse_group(const std::string& text);
 
-// The names that each of options.groups fits first, of all parameters of a model that are trained. Throws UsageError
-// for a group that fits none.
+// Returns the names that each of options.groups fits first, of all parameters of a model that are trained. Throws
+// UsageError for a group that fits none.
 std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
                                                      const std::vector<std::string>& names);
 
@@ -37,7 +37,7 @@ class Optimizer {
   void set_rate(double share);
   void step();
 
-  // As checkpoint/optimizer_state.h has it; `of`: the parameters whose state is wanted.
+  // Returns the state in the form of checkpoint/optimizer_state.h; `of`: the parameters whose state is wanted.
   NamedTensors state(const std::function<bool(const std::string& name)>& of = {}) const;
   void load_state(const std::string& place, const ReadState& read);
 

@@ -98,13 +98,13 @@ std::vector<TrainField> optimizer_fields() {
 
 std::vector<TrainField> step_fields() {
   return {
-      field("steps", &O::steps, "Optimiser steps", whole_number(1)),
+      field("steps", &O::steps, "Optimizer steps", whole_number(1)),
       field("batch", &O::batch,
             "Rows of a step (0: the file's batch times the microbatches, pipelines and --accumulate)",
             whole_number(0, kMost)),
       field("microbatches", &O::microbatches, "Parts of a batch, each as long as the file's own batch",
             whole_number(1, 65536)),
-      field("accumulate", &O::accumulate, "Run the schedule so many times for a step of the optimiser",
+      field("accumulate", &O::accumulate, "Run the schedule this many times for a step of the optimizer",
             whole_number(1, 65536), kSameRun),
       field("autocast", &O::autocast,
             "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",
@@ -204,7 +204,7 @@ std::vector<TrainField> output_fields() {
       field("timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", whole_number(1)),
       {"csv", &O::csv,
        "A table of the steps: loss, rate, norm of the gradients, rows and tokens a second, memory of the largest rank, "
-       "seconds, evaluations"},
+       "seconds, evaluations. A file that is there already is refused, but for the run's own when it goes on"},
       {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers, of this run alone"},
       {"page", &O::page,
        "An HTML page of the same, as curves, and of the scales that --record measured, written again every few seconds "
@@ -348,7 +348,7 @@ std::string to_toml(const TrainOptions& options) {
 
 namespace {
 
-// A value of a document as on a command line; none for a table, a date and the like.
+// Returns a value of a document as on a command line; none for a table, a date and the like.
 std::optional<std::string> text_of_value(const toml::node& node) {
   if (auto text = node.value_exact<std::string>()) return text;
   if (const auto flag = node.value_exact<bool>()) return *flag ? "true" : "false";

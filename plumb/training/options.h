@@ -18,7 +18,7 @@ struct TrainOptions {
   std::string file, weights, data, data_pattern, token_type = "u8", targets, mask, loss = "cross_entropy";
   int64_t ignore_index = -100;
   bool shuffle = true;
-  // The optimiser.
+  // The optimizer.
   std::string optimizer = "adamw";
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, momentum = 0, clip = 0;
   std::optional<double> weight_decay;
@@ -51,10 +51,12 @@ struct TrainOptions {
   bool quiet = false, dry_run = false, json = false;
 
   int processes() const { return static_cast<int>(stages * replicas); }
+  // Returns whether a file will have the trained weights.
+  bool saves_weights() const { return !save.empty() || !save_hf.empty() || !checkpoints.empty(); }
   bool operator==(const TrainOptions&) const = default;
 };
 
-// Of each process: options.threads, or the cores shared out.
+// Returns the threads of each process: options.threads, or the cores shared out.
 int threads_of(const TrainOptions& options);
 
 struct TrainField {
@@ -85,7 +87,7 @@ std::vector<std::string> split_commas(const std::string& text);
 // Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a
 // flag. Throws UsageError "--steps: 0 is no whole number of 1 or more".
 void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts);
-// Its value as such texts; none for an optional one that is not set.
+// Returns its value as such texts; none for an optional one that is not set.
 std::vector<std::string> field_texts(const TrainOptions& options, const TrainField& field);
 
 // Texts of fields by their names, on top of those of a TOML file ("": none).

@@ -5,7 +5,7 @@
 #include "plumb/core/input_file.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/lasting.h"
-#include "plumb/training/options_for_test.h"
+#include "plumb/training/options_testing.h"
 
 namespace plumb::testing_training {
 

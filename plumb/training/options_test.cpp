@@ -6,7 +6,7 @@
 #include "plumb/core/input_file.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/lasting.h"
-#include "plumb/training/options_for_test.h"
+#include "plumb/training/options_testing.h"
 #include "plumb/training/rates.h"
 
 namespace plumb {
@@ -207,7 +207,7 @@ Checks checks_of_steps() {
   };
 }
 
-// What takes several processes is tested with the command (cli_test.cpp, train_test.cpp).
+// Options that take several processes are tested with the command (cli_test.cpp, train_test.cpp).
 TEST_F(TrainingOptions, DoEachWhatTheHelpSays) {
   Checks all;
   for (auto part : {checks_of_data, checks_of_optimizer, checks_of_steps, checks_of_layout, checks_of_checkpoints,

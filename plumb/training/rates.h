@@ -7,8 +7,8 @@
 
 namespace plumb {
 
-// The share of the peak rate at `step` (from 1) of options.steps. With w warm-up steps it is step / w in the first w
-// (gradual warm-up, Goyal et al., arXiv 1706.02677, section 2.2), so that step w has the peak. After them, with
+// Returns the share of the peak rate at `step` (from 1) of options.steps. With w warm-up steps it is step / w in the
+// first w (gradual warm-up, Goyal et al., arXiv 1706.02677, section 2.2), so that step w has the peak. After them, with
 // t = (step - 1 - w) / (steps - w), which is 0 at the first step after warm-up and never 1, and f = final_rate:
 //   constant  1
 //   linear    1 - (1 - f) t

@@ -12,6 +12,7 @@
 #include "plumb/core/json_text.h"
 #include "plumb/core/output_file.h"
 #include "plumb/graph/describe.h"
+#include "plumb/graph/parameter_tag.h"
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/training/usage.h"
@@ -36,15 +37,15 @@ nlohmann::json read_run(const std::string& folder) {
   return {};
 }
 
-// The number that plumb's launcher gave all processes of this launch; a new one without it.
+// Returns the number that plumb's launcher gave all processes of this launch; a new one without it.
 int64_t number_of_launch() {
   const auto given = process_variable("PLUMB_RUN");
   const int64_t number = given ? std::strtoll(given->c_str(), nullptr, 10) : std::random_device()();
   return number > 0 ? number : 1;
 }
 
-// The operators in their order, and names, types and sizes of parameters and buffers: the same for every export of a
-// model and for every batch size, and none of the values, which the checkpoints have.
+// Returns the operators in their order, and names, types and sizes of parameters and buffers: the same for every export
+// of a model and for every batch size, and none of the values, which the checkpoints have.
 std::string fingerprint(const GraphModule& module) {
   std::string text;
   for (const Node* node : module.graph().nodes()) {
@@ -58,6 +59,15 @@ std::string fingerprint(const GraphModule& module) {
   char hex[17];
   std::snprintf(hex, sizeof hex, "%016llx", static_cast<unsigned long long>(crc64(text.data(), text.size())));
   return hex;
+}
+
+// Whether each parameter has the tag of unit-scaled weights.
+nlohmann::json tags(const GraphModule& module) {
+  nlohmann::json found = nlohmann::json::object();
+  for (const Attr& attr : module.state()) {
+    if (attr.kind == AttrKind::Parameter) found[attr.name] = parameter_data(attr.tensor).has_value();
+  }
+  return found;
 }
 
 }  // namespace
@@ -99,7 +109,7 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
 
 bool RunCheckpoints::is_unit_scaled() const { return job_.tagged && !job_.program.unit_scaled_layers; }
 
-// What another start of the run must have, too.
+// Returns the options that another start of the run must have, too.
 nlohmann::json RunCheckpoints::same_run() const {
   nlohmann::json same;
   for (const TrainField& field : train_fields()) {
@@ -122,7 +132,8 @@ nlohmann::json RunCheckpoints::state(int64_t step) const {
                 {"steps", options_.steps},
                 {"gradient_groups", job_.pipeline.gradient_groups},
                 {"data", job_.batches->state()},
-                {"unit_scaled", is_unit_scaled()}});
+                {"unit_scaled", is_unit_scaled()},
+                {"tagged", tags(job_.module())}});
   return state;
 }
 

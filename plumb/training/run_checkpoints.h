@@ -15,7 +15,7 @@
 namespace plumb {
 
 // options.checkpoints is the run's folder. A checkpoint holds the parameters and buffers under the model's names, the
-// optimiser's state, and the position in the data. Masks of dropout are drawn by seed and step, so there is no
+// optimizer's state, and the position in the data. Masks of dropout are drawn by seed and step, so there is no
 // generator to keep. Ranks of the first pipeline write, each the tensors whose first stage it holds.
 class RunCheckpoints {
  public:
@@ -23,17 +23,17 @@ class RunCheckpoints {
   RunCheckpoints(const TrainOptions& options, TrainJob& job, const ProcessGroup& world, const ReplicatedGroups& groups,
                  Optimizer& optimizer);
 
-  // Loads the newest whole checkpoint of the folder's run into the stages, the optimiser and the data, takes its
+  // Loads the newest whole checkpoint of the folder's run into the stages, the optimizer and the data, takes its
   // gradient groups into job.pipeline if options give none, and returns its step; 0 if there is none. With
   // options.resume off the run is a new one: it goes on only from what this launch, or the attempt before of the same
   // job, has begun. `told` gets a sentence for each that is damaged or of another run, on rank 0. Throws UsageError
   // that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told);
-  // The run's number, in each of its checkpoints and in the folder's run.json: on every rank after resume() or
+  // Returns the run's number, in each of its checkpoints and in the folder's run.json: on every rank after resume() or
   // take_run().
   int64_t run() const { return run_; }
   void take_run(int64_t run) { run_ = run; }
-  // Whether the folder says that this run has begun before, perhaps without having come to a checkpoint.
+  // Returns whether the folder says that this run has begun before, perhaps without having come to a checkpoint.
   bool has_begun() const { return begun_; }
   // Makes the folder this run's (run.json). All ranks of `world` call it once their other files are open.
   void begin();
@@ -59,7 +59,7 @@ class RunCheckpoints {
   ReplicatedGroups groups_;
   Optimizer& optimizer_;
   NamedTensors held_;                         // parameters and buffers of this rank's stages, by their first names
-  CheckpointPart part_;                       // of this rank; the optimiser's follows at each save
+  CheckpointPart part_;                       // of this rank; the optimizer's follows at each save
   std::set<std::string> owned_;               // names of parameters whose state this rank saves
   std::unique_ptr<CheckpointWriter> writer_;  // null: another pipeline's rank
   int64_t last_saved_ = -1;

@@ -36,7 +36,7 @@ LineChart chart_of(const std::string& title, const std::vector<StepNumbers>& ste
   return chart;
 }
 
-// A line of the table.
+// Parses a line of the table.
 StepNumbers numbers_of(const std::string& line) {
   const char* at = line.c_str();
   const auto next = [&] {
@@ -64,7 +64,22 @@ void check_no_other_run(const std::string& folder) {
   }
 }
 
-// The record so far, of all stages; nothing while it is not at hand, or on other machines.
+// `empty`: a table without steps.
+void check_no_other_table(const std::string& path, const std::string& empty) {
+  std::error_code failed;
+  if (!std::filesystem::is_regular_file(path, failed) || std::filesystem::file_size(path, failed) == 0) return;
+  std::ifstream file(path);
+  std::string begin(empty.size() + 1, '\0');
+  file.read(begin.data(), static_cast<std::streamsize>(begin.size()));
+  begin.resize(static_cast<size_t>(file.gcount()));
+  if (begin == empty) return;
+  throw Error(ErrorKind::InvalidState,
+              "--csv " + path + ": is there already, " +
+                  (begin.starts_with(empty) ? "the table of another run" : "and is no table of a training"),
+              "", "another file, or remove that one");
+}
+
+// Returns the record so far, of all stages; nothing while it is not at hand, or on other machines.
 std::optional<HistoryView> recorded(const TrainOptions& o) {
   if (o.history.empty()) return std::nullopt;
   try {
@@ -81,14 +96,16 @@ std::optional<HistoryView> recorded(const TrainOptions& o) {
 
 RunLog::RunLog(const TrainOptions& options, std::optional<int64_t> after)
     : options_(options), page_(!options.page.empty()) {
-  if (!options.csv.empty()) open_table(after.value_or(0));
+  if (!options.csv.empty()) open_table(after);
   if (!options.tensorboard.empty() && !after) check_no_other_run(options.tensorboard);
   if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard, after);
 }
 
 // The lines of steps that are not done again stay.
-void RunLog::open_table(int64_t start) {
+void RunLog::open_table(std::optional<int64_t> after) {
   std::string kept = std::string(kColumns) + "\n";
+  if (!after) check_no_other_table(options_.csv, kept);
+  const int64_t start = after.value_or(0);
   if (start > 0 && std::filesystem::exists(options_.csv)) {
     std::ifstream before(options_.csv);
     std::string line;

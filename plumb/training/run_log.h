@@ -28,14 +28,14 @@ struct StepNumbers {
 class RunLog {
  public:
   // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite), and
-  // Error(InvalidState) for a run that begins in a TensorBoard folder with another run's events.
+  // Error(InvalidState) for a run that begins with another run's table, or in a TensorBoard folder with its events.
   RunLog(const TrainOptions& options, std::optional<int64_t> after);
-  // Writes the page if the last one is some seconds old (and twenty times as long as it takes), or `last`. Answers ""
-  // or what cannot be written any more: each of the files is given up when it fails, the training is not.
+  // Writes the page if the last one is some seconds old (and twenty times as long as it takes), or `last`. Returns ""
+  // or the files that cannot be written any more: each is given up when it fails, the training is not.
   std::string add(const StepNumbers& numbers, bool last);
 
  private:
-  void open_table(int64_t start);
+  void open_table(std::optional<int64_t> after);
   void add_line(const StepNumbers& numbers);
   void write_page(bool last) const;
 

@@ -1,8 +1,8 @@
-// What a training writes besides its weights while it runs.
+// Files that a training writes besides its weights while it runs.
 #include <algorithm>
 
 #include "plumb/core/input_file.h"
-#include "plumb/training/training_for_test.h"
+#include "plumb/training/training_testing.h"
 
 namespace plumb {
 namespace {
@@ -66,6 +66,24 @@ TEST_F(TrainingLog, TableAndPageGoOnWithTheRun) {
   o.steps = 7;
   EXPECT_THAT(message_of([&] { losses(o); }), HasSubstr("run.csv: has other columns"));
   EXPECT_EQ(read_file(o.csv), "step,loss\n1,2\n");
+}
+
+TEST_F(TrainingLog, ATableThatIsThereAlreadyIsRefusedByARunThatBegins) {
+  TrainOptions o = options;
+  o.csv = path("run.csv");
+  losses(o);
+  const std::string table = read_file(o.csv);
+  EXPECT_THAT(message_of([&] { losses(o); }), HasSubstr("run.csv: is there already, the table of another run"));
+  EXPECT_EQ(read_file(o.csv), table);
+  std::ofstream(o.csv) << "my notes";
+  EXPECT_THAT(message_of([&] { losses(o); }), HasSubstr("run.csv: is there already, and is no table of a training"));
+  EXPECT_EQ(read_file(o.csv), "my notes");
+  // Without a step there is nothing to lose: of a run that ended before its first one, or from mktemp.
+  for (const std::string& begin : {table.substr(0, table.find('\n') + 1), std::string()}) {
+    std::ofstream(o.csv) << begin;
+    losses(o);
+    EXPECT_THAT(read_file(o.csv), HasSubstr("\n6,"));
+  }
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ class TokenWindows : public Samples {
   int64_t length_ = 0;
 };
 
-// The file's only tensor, or that of this name.
+// Returns the file's only tensor, or that of this name.
 at::Tensor load_one(const std::string& option, const std::string& path, const std::string& name) {
   const c10::IValue value = load_tensor_file(path);
   if (value.isGenericDict()) {

@@ -36,20 +36,20 @@ struct DataFiles {
 // out, with the same windows one token on as targets or as the model's second input (--loss output). A folder's files,
 // sorted by path, follow each other as one text; those whose name, or folder's name, begins with a dot are left out.
 // Files are read, not mapped: one that becomes shorter ends a read with an error, and a mapping with a signal. Other
-// tensor files: a row a sample. Of a file of several tensors the one that is named "targets", and "mask", are what
-// their names say where no other file is given. Throws UsageError.
+// tensor files: a row a sample. In a file of several tensors, those named "targets" and "mask" are the targets and the
+// mask unless another file is given for them. Throws UsageError.
 std::unique_ptr<Samples> open_samples(const TrainOptions& options, const DataFiles& files, const GraphModule& module);
 
 // Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is
 // fixed and does not fit.
 int64_t rows_of_step(const TrainOptions& options, const GraphModule& module);
-// How many parts a step's rows are cut into.
+// Returns how many parts a step's rows are cut into.
 int64_t parts_of_step(const TrainOptions& options);
 
 // A step's rows that cannot be held are wrong use, not a machine that swaps: throws UsageError.
 void check_memory(int64_t batch, double bytes_of_row);
 
-// The first input of a model, a tensor with rows. Throws UsageError.
+// Returns the first input of a model, a tensor with rows. Throws UsageError.
 const TensorMeta& first_input(const GraphModule& module);
 bool is_dynamic(const TensorMeta& meta, size_t dim);
 

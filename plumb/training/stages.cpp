@@ -49,7 +49,9 @@ std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
     }
     graph.replace_all_uses_with(result, full, cast_back);
   }
-  return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
+  auto cast = std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
+  cast->copy_mode(module);
+  return cast;
 }
 
 at::Device device_of(const TrainOptions& o, int local_rank) {

@@ -9,15 +9,15 @@
 
 namespace plumb {
 
-// A copy of the graph, with the tensors of `module`, whose float32 products and convolutions run in bfloat16: their
-// inputs are cast, and their results cast back. (torch.autocast leaves results in bfloat16 for what comes after; here
-// pointwise operators and sums are in float32 as before.)
+// Returns a copy of the graph, with the tensors of `module`, whose float32 products and convolutions run in bfloat16:
+// their inputs are cast, and their results cast back. (torch.autocast leaves results in bfloat16 for what comes after;
+// here pointwise operators and sums are in float32 as before.)
 std::shared_ptr<GraphModule> bf16_products(const GraphModule& module);
 
 // --device for a process of this number on its host. Throws UsageError for what is no device, or not there.
 at::Device device_of(const TrainOptions& options, int local_rank);
 
-// As stages_of_rank(), with options.recompute and options.autocast. `change` answers the graph that is run in a stage's
+// As stages_of_rank(), with options.recompute and options.autocast. `change` returns the graph that is run in a stage's
 // place.
 std::map<int, std::shared_ptr<StageFunction>> make_stages(
     const TrainOptions& options, const TrainJob& job, int rank,

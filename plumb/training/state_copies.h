@@ -1,6 +1,6 @@
 // The state of a training at the last edges of its steps, in memory that outlives a rank.
 //
-// Edge k is the end of step k: weights, buffers, the optimiser's state and the position in the data after it. At each
+// Edge k is the end of step k: weights, buffers, the optimizer's state and the position in the data after it. At each
 // edge a rank copies its state into memory that all others of the host hold as well (pipeline/shared_memory.h), so it
 // stays there when the rank is lost, and nothing is sent.
 //
@@ -9,7 +9,7 @@
 // one k, and two edges of each are kept: whichever ranks are lost, there is an edge, the last one or the one before,
 // that is there of all. At most one whole step is computed again. Only the loss of all ranks at once loses it.
 //
-// Steps are the same bits whoever computes them: copies of an edge fit together whatever layout they were taken in.
+// Steps are the same bits on any processes: copies of an edge fit together in every layout.
 #pragma once
 
 #include <map>
@@ -41,8 +41,8 @@ class StateCopies {
   // --- a generation begins: all ranks of `world` call these, in this order ---
   // The last edge at which every tensor of the model is held by someone; nothing if there is none.
   std::optional<int64_t> find_edge(const ProcessGroup& world, const TrainJob& job);
-  // The state of that edge into `state`, from this rank's copies and the others'; answers what `counted` was. Raises
-  // Error(Communication) for copies that do not fit.
+  // Restores the state of that edge into `state`, from this rank's copies and the others'; returns what `counted` was.
+  // Throws Error(Communication) for copies that do not fit.
   nlohmann::json restore(const ProcessGroup& world, const TrainJob& job, const RankState& state);
   // Holds the memory of the others.
   void connect(const ProcessGroup& world);

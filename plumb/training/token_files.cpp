@@ -43,7 +43,7 @@ struct TokenPlace {
   int64_t count;
 };
 
-// The tokens' place in such a file; nothing if it holds other tensors.
+// Returns the tokens' place in such a file; nothing if it holds other tensors.
 std::optional<TokenPlace> find_tokens(const std::string& path) {
   const auto fits = [](at::ScalarType dtype, const std::vector<int64_t>& sizes) {
     return sizes.size() == 1 && at::isIntegralType(dtype, /*includeBool=*/false);
@@ -59,8 +59,8 @@ std::optional<TokenPlace> find_tokens(const std::string& path) {
   return TokenPlace{entry->dtype, entry->offset, entry->sizes[0]};
 }
 
-// What a file is, if its first bytes say that it is neither text nor numbers; "" if they do not. Random numbers begin
-// as one of these once in 100 million files.
+// Returns the kind of a file whose first bytes show that it is neither text nor numbers; "" for others. Random numbers
+// begin as one of these once in 100 million files.
 std::string what_else_it_is(const std::string& path) {
   using namespace std::string_view_literals;
   static constexpr std::pair<std::string_view, const char*> kBeginnings[] = {

@@ -16,13 +16,13 @@ class Tokens {
  public:
   virtual ~Tokens() = default;
   virtual int64_t size() const = 0;
-  // So many from `start` on, 1-d, kLong.
+  // Reads `count` tokens from `start` on, 1-d, kLong.
   virtual at::Tensor read(int64_t start, int64_t count) = 0;
   virtual std::string identity() const = 0;
 };
 
-// Whether a .npy or .safetensors file's tokens are one whole-number tensor of one dimension, which TokenFiles reads:
-// the only tensor of a .safetensors file, or the one that is named "tokens".
+// Returns whether a .npy or .safetensors file's tokens are one whole-number tensor of one dimension, which TokenFiles
+// reads: the only tensor of a .safetensors file, or the one that is named "tokens".
 bool is_token_tensor(const std::string& path);
 
 // A file, or the files below a folder as one text: nothing but numbers, or by their names' endings .npy and
@@ -36,7 +36,7 @@ class TokenFiles : public Tokens {
   TokenFiles(const std::string& path, const std::string& pattern, at::ScalarType dtype, const std::string& option);
   int64_t size() const override { return files_.empty() ? 0 : files_.back().end; }
   at::Tensor read(int64_t start, int64_t count) override;
-  // Names below the folder and sizes.
+  // Returns names below the folder and sizes.
   std::string identity() const override;
 
  private:

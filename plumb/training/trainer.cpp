@@ -3,36 +3,23 @@
 #include <ATen/Parallel.h>
 #include <torch/utils.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <numeric>
-#include <set>
 
-#include "plumb/core/output_file.h"
-#include "plumb/core/table.h"
 #include "plumb/pipeline/broadcast.h"
-#include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/lasting.h"
-#include "plumb/training/loss.h"
 #include "plumb/training/not_finite.h"
-#include "plumb/training/optimizer.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/run_checkpoints.h"
-#include "plumb/training/run_log.h"
-#include "plumb/training/stages.h"
-#include "plumb/training/usage.h"
 
 namespace plumb {
 namespace {
 
 using Json = nlohmann::json;
-using Clock = std::chrono::steady_clock;
 
 // The number of threads is the caller's again afterwards.
 class ProcessSettings {
@@ -49,439 +36,238 @@ class ProcessSettings {
 
 }  // namespace
 
-struct Trainer::State {
-  State(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session);
+class Trainer::Run {
+ public:
+  Run(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session);
   TrainResult run();
 
-  // --- before the first step ---
-  void meet();
+ private:
   void watch_progress();
-  void make_stages_and_optimizer();
   void go_on();
-  void make_recorder(int rank);
-
-  // --- a step ---
-  struct Numbers {
-    double loss = 0, norm = 0;
-    double memory = 0;            // of this pipeline's largest rank
-    std::vector<double> squares;  // of the gradients' norms, by job.trained
-  };
-  // Leaves the step's gradients in the parameters.
-  Numbers compute(int64_t step, const Parts& parts);
-  [[noreturn]] void fail_at(int64_t step, const Numbers& numbers, const Parts& parts);
-  void tell_step(int64_t step, const Numbers& numbers, const Parts& parts, double share);
-  void tell_checkpoints();
-  void fail_on_purpose(size_t done);
-  void keep_copy(int64_t step);
-  void evaluate(int64_t step, bool last);
+  void make_recorder();
   void train_step(int64_t step);
+  void evaluate(int64_t step, bool last);
+  void keep_copy(int64_t step);
   void run_steps();
-  void finish(int64_t stopped_by);
+  void finish();
 
-  void event(const Json& what) const {
-    if (hooks.event) hooks.event(what);
-  }
-  bool is_first() const { return world.rank() == 0; }
-  // None: the run begins.
+  // Nothing: the run begins.
   std::optional<int64_t> goes_on_after() const {
-    if (start > 0 || (session && session->members.generation() > 0)) return start;
-    if (checkpoints && checkpoints->has_begun()) return 0;
+    if (start_ > 0 || (session_ && session_->members.generation() > 0)) return start_;
+    if (checkpoints_ && checkpoints_->has_begun()) return 0;
     return std::nullopt;
   }
-  RankState rank_state() const { return {held_tensors(job, groups.pipeline.rank()), *optimizer}; }
-  bool in_first_pipeline() const { return groups.replicas.rank() == 0; }
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+  RankState rank_state() { return {held_tensors(job_, ranks_.rank()), step_->optimizer()}; }
 
-  const TrainOptions o;
-  const TrainHooks hooks;
-  const ProcessSettings settings;
-  TrainSession* const session;  // null: the loss of a process ends the run
-  const std::shared_ptr<TrainJob> own_job;
-  TrainJob& job;
-  std::vector<Fault> faults;  // of this rank
-  ProcessGroup world;
-  ReplicatedGroups groups;
-  at::Device device = at::kCPU;  // where this rank's stages compute
-  std::map<int, std::shared_ptr<StageFunction>> stages;
-  NamedTensors parameters;           // that this rank trains, each tensor once, by their first names in the model
-  std::vector<at::Tensor> measured;  // of job.trained: the tensor, on the rank that owns it
-  std::vector<int> owners;           // of job.trained, then each rank, then that of the loss
-  std::unique_ptr<Optimizer> optimizer;
-  std::unique_ptr<Pipeline> pipeline;
-  std::unique_ptr<PassSum> passes;  // null: one pass a step
-  std::unique_ptr<Evaluator> evaluator;
-  std::unique_ptr<RunCheckpoints> checkpoints;
-  std::vector<std::string> damaged;  // checkpoints that were passed over
-  int64_t start = 0;                 // the step that this run goes on after
-  std::optional<int64_t> edge;       // of the copies that it goes on from
-  std::unique_ptr<Recorder> recorder;
-  std::unique_ptr<RunLog> log;  // on rank 0
-  std::vector<std::vector<TimelineEvent>> timelines;
-  int64_t last_timeline = 0;
-  Clock::time_point begin;
-  int64_t current = 1;     // the step that runs
-  size_t done_before = 0;  // actions of the step, for an injected fault
-  StepNumbers told;        // of the last step, on rank 0
-  TrainResult result;
+  const TrainOptions o_;
+  const TrainHooks hooks_;
+  const ProcessSettings settings_;
+  TrainSession* const session_;  // null: the loss of a process ends the run
+  const std::shared_ptr<TrainJob> own_job_;
+  TrainJob& job_;
+  TrainRanks ranks_;
+  std::unique_ptr<RunReports> reports_;
+  std::unique_ptr<FaultTrigger> faults_;
+  std::unique_ptr<TrainStep> step_;
+  std::unique_ptr<Evaluator> evaluator_;         // null: no --eval-data
+  std::unique_ptr<RunCheckpoints> checkpoints_;  // null: no --checkpoints
+  std::unique_ptr<Recorder> recorder_;           // null: no --record
+  std::vector<std::string> damaged_;             // checkpoints that were passed over
+  int64_t start_ = 0;                            // the step that this run goes on after
+  std::optional<int64_t> edge_;                  // of the copies that it goes on from
+  TrainResult result_;
 };
 
-Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts, TrainSession* session_)
-    : o(std::move(options)),
-      hooks(std::move(hooks_)),
-      settings(o),
-      session(session_),
-      own_job(session ? session->job : std::make_shared<TrainJob>()),
-      job(*own_job) {
-  torch::manual_seed(static_cast<uint64_t>(o.seed));
-  if (!session) job = prepare_job(o, std::move(parts), hooks);
-  meet();
+Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session)
+    : o_(std::move(options)),
+      hooks_(std::move(hooks)),
+      settings_(o_),
+      session_(session),
+      own_job_(session ? session->job : std::make_shared<TrainJob>()),
+      job_(*own_job_) {
+  torch::manual_seed(static_cast<uint64_t>(o_.seed));
+  if (!session) job_ = prepare_job(o_, std::move(parts), hooks_);
+  ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
+  if (session) {
+    if (session->members.generation() > 0) edge_ = session->copies.find_edge(ranks_.world, job_);
+    if (session->was_used && !edge_) job_ = prepare_job(o_, {}, hooks_);  // as the file has it
+    session->was_used = true;
+  }
+  reports_ = std::make_unique<RunReports>(o_, hooks_, job_, ranks_.is_first());
   watch_progress();
-  make_stages_and_optimizer();
+  step_ = std::make_unique<TrainStep>(o_, job_, ranks_);
   go_on();
   // Copies of one parameter are held against each other: after a newcomer has the state of the others.
-  if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
-  PipelineOptions of_run = job.pipeline;
-  of_run.replicas = groups.replicas;
-  pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
-  if (!o.record.empty() && in_first_pipeline())
-    make_recorder(groups.pipeline.rank());  // replicas have the same weights
+  if (job_.eval_samples)
+    evaluator_ = std::make_unique<Evaluator>(o_, job_, *job_.eval_samples, ranks_.world, ranks_.groups);
+  step_->connect();
+  if (!o_.record.empty() && ranks_.in_first_pipeline()) make_recorder();  // replicas have the same weights
 }
 
-void Trainer::State::meet() {
-  const auto place = session ? std::optional(session->place) : o.processes() > 1 ? discover_ranks() : std::nullopt;
-  device = device_of(o, place ? place->local_rank : 0);
-  GlooOptions of_group;
-  if (!device.is_cpu()) of_group.device = device;
-  if (session) {
-    world = make_gloo_group(session->place, of_group);
-  } else if (o.processes() > 1) {
-    world = make_group_from_environment(of_group);
-  }
-  world.set_timeout(std::chrono::seconds(o.patience));
-  if (world.size() != o.processes()) {
-    throw UsageError(c10::str("--stages ", o.stages, " --data-parallel ", o.replicas, ": the launcher started ",
-                              world.size(), " processes"),
-                     "--stages times --data-parallel of " + std::to_string(world.size()));
-  }
-  groups = divide_into_replicas(world, static_cast<int>(o.replicas));
-  if (!session) return;
-  if (session->members.generation() > 0) edge = session->copies.find_edge(world, job);
-  if (session->was_used && !edge) job = prepare_job(o, {}, hooks);  // as the file has it
-  session->was_used = true;
-}
-
-void Trainer::State::watch_progress() {
-  faults = faults_of(job.faults, world.rank());
-  job.pipeline.progress = {};
-  if (faults.empty() && !(is_first() && hooks.progress)) return;
-  job.pipeline.progress = [this](size_t done, size_t total) {
-    if (is_first() && hooks.progress) hooks.progress(current, done, total);
-    fail_on_purpose(done);
-    done_before = done;
+void Trainer::Run::watch_progress() {
+  faults_ =
+      std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(), session_ ? &session_->members : nullptr,
+                                     [this](const Fault& fault) { reports_->emit(event::FaultInjected{fault.text}); });
+  job_.pipeline.progress = {};
+  const bool reported = ranks_.is_first() && hooks_.progress;
+  if (faults_->empty() && !reported) return;
+  job_.pipeline.progress = [this, reported](size_t done, size_t total) {
+    if (reported) hooks_.progress(faults_->step(), done, total);
+    faults_->action_done(done);
   };
-}
-
-void Trainer::State::make_stages_and_optimizer() {
-  const int rank = groups.pipeline.rank();
-  load_folder_weights(o, job, rank);
-  if (!device.is_cpu()) {
-    for (const int stage : job.schedule.placement.stages_of(rank)) job.pipe->move_stage(stage, device);
-  }
-  stages = make_stages(o, job, rank);
-  std::set<const c10::TensorImpl*> seen;
-  for (const auto& [index, stage] : stages) {
-    for (const NamedTensor& p : stage->parameters()) {
-      if (!p.tensor.requires_grad() || !seen.insert(p.tensor.unsafeGetTensorImpl()).second) continue;
-      parameters.emplace_back(job.first_name(p.name), p.tensor);
-    }
-  }
-  for (const ModelParameter& p : job.trained) {
-    owners.push_back(job.schedule.placement.rank_of(p.stage, 0));
-    measured.push_back(owners.back() == rank ? job.pipe->stage(p.stage)->state().get(p.held_as).tensor : at::Tensor());
-  }
-  // None goes on before all have come (state_copies.h).
-  for (int r = 0; r < groups.pipeline.size(); ++r) owners.push_back(r);
-  owners.push_back(job.schedule.placement.rank_of(job.schedule.num_stages() - 1, 0));
-  optimizer = std::make_unique<Optimizer>(o, job.tagged, parameters);
-  if (o.accumulate > 1) passes = std::make_unique<PassSum>(parameters);
 }
 
 // From the others' copies, or from the newest checkpoint, if there are any.
-void Trainer::State::go_on() {
-  if (!o.checkpoints.empty()) checkpoints = std::make_unique<RunCheckpoints>(o, job, world, groups, *optimizer);
-  if (edge) {
-    const Json counted = session->copies.restore(world, job, rank_state());
-    job.batches->load_state(counted.value("data", Json()));
-    if (checkpoints) checkpoints->take_run(counted.value("run", int64_t{0}));
-    job.pipeline.gradient_groups = counted.value("gradient_groups", job.pipeline.gradient_groups);
-    start = *edge;
-  } else if (checkpoints) {
-    start = checkpoints->resume(damaged);
+void Trainer::Run::go_on() {
+  if (!o_.checkpoints.empty())
+    checkpoints_ = std::make_unique<RunCheckpoints>(o_, job_, ranks_.world, ranks_.groups, step_->optimizer());
+  if (edge_) {
+    const Json counted = session_->copies.restore(ranks_.world, job_, rank_state());
+    job_.batches->load_state(counted.value("data", Json()));
+    if (checkpoints_) checkpoints_->take_run(counted.value("run", int64_t{0}));
+    job_.pipeline.gradient_groups = counted.value("gradient_groups", job_.pipeline.gradient_groups);
+    start_ = *edge_;
+  } else if (checkpoints_) {
+    start_ = checkpoints_->resume(damaged_);
   }
-  if (session) session->copies.connect(world);
+  if (session_) session_->copies.connect(ranks_.world);
 }
 
-void Trainer::State::make_recorder(int rank) {
+void Trainer::Run::make_recorder() {
+  const int rank = ranks_.rank();
   const auto after = goes_on_after();
-  recorder = std::make_unique<Recorder>(
-      RecordRules::load(o.record), after ? history_to_go_on_with(o, rank, *after) : history_file(o, rank),
-      RecorderOptions{.append = after.has_value(), .after = after, .part = o.stages > 1});
-  for (const auto& [index, stage] : stages) {
-    recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), o.stages > 1 ? index : -1);
+  recorder_ = std::make_unique<Recorder>(
+      RecordRules::load(o_.record), after ? history_to_go_on_with(o_, rank, *after) : history_file(o_, rank),
+      RecorderOptions{.append = after.has_value(), .after = after, .part = o_.stages > 1});
+  for (const auto& [index, stage] : step_->stages()) {
+    recorder_->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), o_.stages > 1 ? index : -1);
   }
 }
 
-Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts) {
-  const double whole = static_cast<double>(parts.total());
-  if (whole == 0) {
-    throw Error(ErrorKind::InvalidArgument, c10::str("step ", step, ": no target of the batch counts"), "",
-                "a larger --batch, or data with fewer masked or ignored targets");
-  }
-  for (const auto& [name, tensor] : parameters) tensor.mutable_grad().reset();
-  Numbers numbers;
-  const auto of_pipeline = static_cast<size_t>(o.microbatches), of_pass = of_pipeline * static_cast<size_t>(o.replicas);
-  for (int64_t pass = 0; pass < o.accumulate; ++pass) {
-    const size_t first = static_cast<size_t>(pass) * of_pass;
-    const size_t mine = first + static_cast<size_t>(groups.replicas.rank()) * of_pipeline;
-    const auto part = [&](const auto& all, size_t from, size_t count) {
-      return std::vector(all.begin() + static_cast<int64_t>(from), all.begin() + static_cast<int64_t>(from + count));
-    };
-    double counting = 0;
-    for (const int64_t count : part(parts.counts, first, of_pass)) counting += static_cast<double>(count);
-    if (counting == 0) continue;  // no target of the pass counts
-    pipeline->set_step(step - 1, part(parts.first_rows, mine, of_pipeline + 1));
-    pipeline->step_microbatches(part(parts.inputs, mine, of_pipeline), part(parts.targets, mine, of_pipeline),
-                                part(parts.counts, mine, of_pipeline), static_cast<int64_t>(counting));
-    const double weight = counting * static_cast<double>(o.accumulate) / whole;
-    if (passes) passes->take(weight);
-    const at::Tensor loss = pipeline->gather_loss();
-    if (loss.defined()) numbers.loss += loss.item<double>() * (weight / static_cast<double>(o.accumulate));
-  }
-  if (passes) passes->give(o.accumulate);
-  std::vector<double> shared;
-  for (const at::Tensor& p : measured) {
-    shared.push_back(p.defined() && p.grad().defined() ? sum_of_squares(p.grad()) : 0);
-  }
-  shared.resize(owners.size() - 1, memory_of_process(device));
-  shared.push_back(numbers.loss);
-  share_numbers(groups.pipeline, owners, shared);
-  numbers.loss = shared.back();
-  numbers.memory = *std::max_element(shared.begin() + static_cast<int64_t>(measured.size()), shared.end() - 1);
-  shared.resize(measured.size());
-  numbers.norm = std::sqrt(std::accumulate(shared.begin(), shared.end(), 0.0));
-  numbers.squares = std::move(shared);
-  return numbers;
-}
-
-void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& parts) {
-  std::string what = c10::str("the loss of step ", step, " is ", short_number(numbers.loss));
-  const auto bad = std::ranges::find_if_not(numbers.squares, [](double s) { return std::isfinite(s); });
-  if (std::isfinite(numbers.loss) && bad != numbers.squares.end()) {
-    what = c10::str("the gradient of ", job.trained[bad - numbers.squares.begin()].name, " in step ", step,
-                    " is not finite");
-  }
-  gather_state(*job.pipe, job.schedule, groups.pipeline);
-  std::string where, remedy = "a smaller --lr, or plumb track to see where numbers grow";
-  if (is_first()) {
-    take_trained(job);
-    const NotFinite found = find_not_finite(o, job, parts);
-    where = found.where;
-    if (!o.dump.empty()) {
-      try {
-        dump_step(o, job, parts, step, found, what);
-        event({{"dumped", o.dump}, {"not_finite", where}});
-        remedy += "; the step is in " + o.dump;
-      } catch (const Error& e) {
-        remedy += "; the step could not be kept: " + std::string(e.message());
-      }
-    } else {
-      remedy += "; --dump FOLDER keeps the step";
-    }
-  }
-  of_rank_0(world, 0);  // the others end after rank 0 has looked
-  throw Error(ErrorKind::Numerics,
-              what + ": training ended, its weights are not saved" + (where.empty() ? "" : "; first was " + where), "",
-              remedy);
-}
-
-void Trainer::State::tell_step(int64_t step, const Numbers& numbers, const Parts& parts, double share) {
-  if (!is_first()) return;
-  const double now = seconds();
-  Json event_of_step = {
-      {"step", step},         {"steps", o.steps}, {"loss", numbers.loss},     {"lr", o.lr * share},
-      {"norm", numbers.norm}, {"rows", job.rows}, {"tokens", parts.tokens()}, {"memory", numbers.memory},
-      {"seconds", now}};
-  if (parts.tokens() == 0) event_of_step.erase("tokens");
-  event(event_of_step);
-  const double each = now - told.seconds;
-  told = {.step = step,
-          .loss = numbers.loss,
-          .lr = o.lr * share,
-          .norm = numbers.norm,
-          .rows_per_second = static_cast<double>(job.rows) / each,
-          .tokens_per_second = static_cast<double>(parts.tokens()) / each,
-          .memory = numbers.memory,
-          .seconds = now};
-}
-
-void Trainer::State::evaluate(int64_t step, bool last) {
-  const bool now = evaluator && (last || (o.eval_every > 0 && step % o.eval_every == 0));
-  if (now) {
-    const Evaluation found = evaluator->run();
-    result.eval_loss = found.loss;
-    if (is_first()) event({{"eval", step}, {"eval_loss", found.loss}, {"eval_targets", found.targets}});
-  }
-  if (now) told.eval_loss = result.eval_loss;
-  const std::string problem = log ? log->add(told, last) : "";
-  if (!problem.empty()) event({{"problem", problem}});
-}
-
-void Trainer::State::finish(int64_t stopped_by) {
-  result.stopped_by = static_cast<int>(stopped_by);
-  if (!in_first_pipeline()) return;
-  const bool first = groups.pipeline.rank() == 0;
-  // Weights before pictures.
-  if (!o.save_hf.empty()) {
-    save_folder_weights(o, job, groups.pipeline);
-    if (first) event({{"saved", o.save_hf}});
-  }
-  if (!o.save.empty() || o.file.empty()) {
-    make_room_for_weights(job);
-    gather_state(*job.pipe, job.schedule, groups.pipeline);
-    if (!o.save.empty() && first) {
-      save_trained(o, job);
-      event({{"saved", o.save}});
-    } else if (o.file.empty()) {
-      take_trained(job);
-    }
-  }
-  if (!o.timeline.empty() && first && !timelines.empty()) {
-    const MeasuredStep drawn = draw_timeline(o.timeline, job.schedule, timelines, static_cast<int>(last_timeline));
-    event({{"drew", o.timeline}, {"bubble", drawn.bubble}, {"conclusion", drawn.conclusion}});
-  }
-}
-
-void Trainer::State::tell_checkpoints() {
-  if (!checkpoints || !is_first()) return;
-  for (const CheckpointReport& report : checkpoints->take_reports()) {
-    if (!report.problem.empty()) event({{"checkpoint_problem", report.problem}});
-    if (report.folder.empty()) continue;
-    event({{"checkpoint", report.step},
-           {"folder", report.folder},
-           {"copied", report.copied + report.waited},
-           {"written", report.written}});
-  }
-}
-
-// `done`: actions of the step.
-void Trainer::State::fail_on_purpose(size_t done) {
-  for (const Fault& fault : faults) {
-    if (fault.step != current || fault.action > done || (done > 0 && fault.action <= done_before)) continue;
-    if (session && !session->members.is_first_to(fault.text)) continue;
-    event({{"injected", fault.text}});
-    fault.happen();
-  }
-}
-
-void Trainer::State::keep_copy(int64_t step) {
-  if (!session) return;
-  session->copies.take(step, rank_state(),
-                       {{"data", job.batches->state()},
-                        {"gradient_groups", job.pipeline.gradient_groups},
-                        {"run", checkpoints ? checkpoints->run() : 0}});
-}
-
-void Trainer::State::train_step(int64_t step) {
-  current = step;
-  done_before = 0;
-  fail_on_purpose(0);
-  const Parts parts = cut_batch(o, job.batches->next(), parts_of_step(o));
-  const double share = rate_share(o, step);
-  optimizer->set_rate(share);
-  const Numbers numbers = compute(step, parts);
-  result.loss = numbers.loss;
+void Trainer::Run::train_step(int64_t step) {
+  faults_->begin_step(step);
+  const Parts parts = cut_batch(o_, job_.batches->next(), parts_of_step(o_));
+  const double share = rate_share(o_, step);
+  step_->optimizer().set_rate(share);
+  const TrainStep::Numbers numbers = step_->compute(step, parts);
+  result_.loss = numbers.loss;
   if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
-    tell_step(step, numbers, parts, share);
-    fail_at(step, numbers, parts);
+    reports_->step(step, numbers, parts, o_.lr * share);
+    stop_at_not_finite(o_, job_, ranks_, step, numbers, parts, *reports_);
   }
-  clip_gradients(parameters, numbers.norm, o.clip);
-  optimizer->step();
-  if (step == start + 1 && o.recompute != "none" && in_first_pipeline()) {
-    for (const auto& [index, stage] : stages)
-      event({{"stage", index}, {"recompute", pipeline->recomputed(index).text()}});
+  step_->update(numbers);
+  if (step == start_ + 1 && o_.recompute != "none" && ranks_.in_first_pipeline()) {
+    for (const auto& [index, stage] : step_->stages())
+      reports_->emit(event::Recomputed{index, step_->pipeline().recomputed(index).text()});
   }
-  if (recorder) {
-    const bool has_loss = owners.back() == groups.pipeline.rank();
-    recorder->step(has_loss ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
+  if (recorder_) {
+    recorder_->step(step_->has_loss() ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
   }
-  tell_step(step, numbers, parts, share);
+  reports_->step(step, numbers, parts, o_.lr * share);
 }
 
-void Trainer::State::run_steps() {
-  result.steps = start;
+void Trainer::Run::evaluate(int64_t step, bool last) {
+  if (evaluator_ && (last || (o_.eval_every > 0 && step % o_.eval_every == 0))) {
+    const Evaluation found = evaluator_->run();
+    result_.eval_loss = found.loss;
+    reports_->evaluated(step, found.loss, found.targets);
+  }
+  reports_->log(last);
+}
+
+void Trainer::Run::keep_copy(int64_t step) {
+  if (!session_) return;
+  session_->copies.take(step, rank_state(),
+                        {{"data", job_.batches->state()},
+                         {"gradient_groups", job_.pipeline.gradient_groups},
+                         {"run", checkpoints_ ? checkpoints_->run() : 0}});
+}
+
+void Trainer::Run::run_steps() {
+  const auto report_checkpoints = [&] {
+    if (checkpoints_ && ranks_.is_first()) reports_->checkpoints(checkpoints_->take_reports());
+  };
+  result_.steps = start_;
   int64_t stopped_by = 0;
-  keep_copy(start);
+  keep_copy(start_);
   // The one that was being written may have been given up.
-  if (checkpoints && edge && start > 0) checkpoints->save(start, start == o.steps);
-  for (int64_t step = start + 1; step <= o.steps && stopped_by == 0; ++step) {
+  if (checkpoints_ && edge_ && start_ > 0) checkpoints_->save(start_, start_ == o_.steps);
+  for (int64_t step = start_ + 1; step <= o_.steps && stopped_by == 0; ++step) {
     train_step(step);
-    if (hooks.stop_signal) stopped_by = largest_of_all(world, hooks.stop_signal());
-    result.steps = step;
-    evaluate(step, step == o.steps || stopped_by != 0);
-    if (checkpoints) checkpoints->save(step, step == o.steps || stopped_by != 0);
-    tell_checkpoints();
-    if (stopped_by != 0 && is_first()) event({{"interrupted", step}, {"steps", o.steps}, {"signal", stopped_by}});
-    if (!o.timeline.empty() && (stopped_by != 0 || step > o.steps - o.timeline_steps)) {
-      timelines.push_back(pipeline->gather_timeline());
-      last_timeline = step;
-    }
+    if (hooks_.stop_signal) stopped_by = largest_of_all(ranks_.world, hooks_.stop_signal());
+    result_.steps = step;
+    const bool last = step == o_.steps || stopped_by != 0;
+    evaluate(step, last);
+    if (checkpoints_) checkpoints_->save(step, last);
+    report_checkpoints();
+    if (stopped_by != 0 && ranks_.is_first())
+      reports_->emit(event::Interrupted{step, o_.steps, static_cast<int>(stopped_by)});
+    if (!o_.timeline.empty() && (stopped_by != 0 || step > o_.steps - o_.timeline_steps))
+      reports_->keep_timeline(step, step_->pipeline().gather_timeline());
     keep_copy(step);
   }
-  if (checkpoints) checkpoints->wait();
-  tell_checkpoints();
-  finish(stopped_by);
+  result_.stopped_by = static_cast<int>(stopped_by);
+  if (checkpoints_) checkpoints_->wait();
+  report_checkpoints();
+  if (ranks_.in_first_pipeline()) finish();
   // A rank that has finished could not help one that is lost now.
   std::vector<int> each;
-  for (int r = 0; r < world.size(); ++r) each.push_back(r);
+  for (int r = 0; r < ranks_.world.size(); ++r) each.push_back(r);
   std::vector<double> through(each.size());
-  if (session) share_numbers(world, each, through);
+  if (session_) share_numbers(ranks_.world, each, through);
 }
 
-TrainResult Trainer::State::run() {
-  if (o.dry_run) {
-    if (is_first()) event(to_json(measure_needs(o, job)));
-    return result;
+// Writes what the options ask for, weights before pictures.
+void Trainer::Run::finish() {
+  const ProcessGroup& pipeline = ranks_.groups.pipeline;
+  const bool first = pipeline.rank() == 0;
+  if (!o_.save_hf.empty()) {
+    save_folder_weights(o_, job_, pipeline);
+    if (first) reports_->emit(event::Saved{o_.save_hf});
   }
-  if (is_first() && edge) event({{"resumed", start}, {"folder", "copies in memory"}});
-  if (is_first() && !edge) {
-    event({{"options", to_toml(o)}});
-    if (!o.options.empty() && o.options != "-" && !started_by_plumb()) write_file_atomically(o.options, to_toml(o));
-    for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
-    if (job.tagged)
-      event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
-    for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
+  if (!o_.save.empty() || o_.file.empty()) {
+    make_room_for_weights(job_);
+    gather_state(*job_.pipe, job_.schedule, pipeline);
+    if (!o_.save.empty() && first) {
+      save_trained(o_, job_);
+      reports_->emit(event::Saved{o_.save});
+    } else if (o_.file.empty()) {
+      take_trained(job_);
+    }
+  }
+  if (first) reports_->draw_timeline();
+}
+
+TrainResult Trainer::Run::run() {
+  if (o_.dry_run) {
+    if (ranks_.is_first()) reports_->emit(measure_needs(o_, job_));
+    return result_;
+  }
+  if (ranks_.is_first() && edge_) reports_->emit(event::Resumed{start_, std::nullopt, "copies in memory"});
+  if (ranks_.is_first() && !edge_) {
+    reports_->started();
+    for (const std::string& problem : damaged_) reports_->emit(event::CheckpointProblem{problem});
     // Without a checkpoint a run that lost more than its copies make up for begins anew.
     if (const auto after = goes_on_after())
-      event({{"resumed", *after}, {"steps", o.steps}, {"folder", *after > 0 ? o.checkpoints : "the first weights"}});
+      reports_->emit(event::Resumed{*after, o_.steps, *after > 0 ? o_.checkpoints : "the first weights"});
   }
-  if (is_first()) log = std::make_unique<RunLog>(o, goes_on_after());
-  begin = Clock::now();
+  reports_->begin(goes_on_after());
   try {
-    if (checkpoints) checkpoints->begin();
+    if (checkpoints_) checkpoints_->begin();
     run_steps();
   } catch (...) {
-    if (checkpoints) checkpoints->abandon();
+    if (checkpoints_) checkpoints_->abandon();
     throw;
   }
-  return result;
+  return result_;
 }
 
 Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainParts parts)
-    : state_(std::make_unique<State>(std::move(options), std::move(hooks), std::move(parts), nullptr)) {}
+    : run_(std::make_unique<Run>(std::move(options), std::move(hooks), std::move(parts), nullptr)) {}
 Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainSession& session)
-    : state_(std::make_unique<State>(std::move(options), std::move(hooks), TrainParts(), &session)) {}
+    : run_(std::make_unique<Run>(std::move(options), std::move(hooks), TrainParts(), &session)) {}
 Trainer::~Trainer() = default;
-TrainResult Trainer::run() { return state_->run(); }
+TrainResult Trainer::run() { return run_->run(); }
 
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks) { return Trainer(options, hooks).run(); }
 

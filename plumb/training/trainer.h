@@ -19,8 +19,8 @@ namespace plumb {
 struct TrainSession;
 
 struct TrainResult {
-  int64_t steps = 0;  // the last one that was done
-  double loss = 0;    // of it, over all rows
+  int64_t steps = 0;  // number of completed steps
+  double loss = 0;    // of the last step, over all its rows
   std::optional<double> eval_loss;
   int stopped_by = 0;  // the signal of TrainHooks::stop_signal, of whichever rank
 };
@@ -29,7 +29,7 @@ class Trainer {
  public:
   // Reads everything, checks it and meets the other ranks. Throws UsageError or Error.
   explicit Trainer(TrainOptions options, TrainHooks hooks = {}, TrainParts parts = {});
-  // The same as a part of a run that goes on when a process is lost (lasting.h).
+  // Makes a trainer for a part of a run that goes on when a process is lost (lasting.h).
   Trainer(TrainOptions options, TrainHooks hooks, TrainSession& session);
   ~Trainer();
   Trainer(const Trainer&) = delete;
@@ -39,8 +39,8 @@ class Trainer {
   TrainResult run();
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  class Run;
+  std::unique_ptr<Run> run_;
 };
 
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks = {});

@@ -56,7 +56,7 @@ double memory_of_process(c10::Device device);
 
 std::string type_text(const at::Tensor& tensor);
 
-// A number of something a second: "91,720", or below 100 "3.25".
+// Returns a number of something a second: "91,720", or below 100 "3.25".
 std::string rate_text(double rate);
 
 }  // namespace plumb

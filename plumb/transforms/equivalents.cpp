@@ -118,8 +118,8 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   return t->result();
 }
 
-// What reads a probability or a cosine by its range, views, numbers and powers between them; null if nothing does. One
-// minus a probability is the other outcome's.
+// Returns a node that reads a probability or a cosine by its range, with views, numbers and powers between them; null
+// if there is none. One minus a probability is the other outcome's.
 const Node* reader_of_range(const Value* value) {
   static const std::set<std::string_view> readers = {"aten::binary_cross_entropy",
                                                      "aten::bernoulli",

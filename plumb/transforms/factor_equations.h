@@ -23,16 +23,16 @@ inline LogFactor operator-(const LogFactor& a, const LogFactor& b) { return a + 
 
 class FactorEquations {
  public:
-  // Of two unknowns that an equation could decide, it decides the one of the higher rank, then the one made later.
+  // An equation decides, of two unknowns, the one of the higher rank, then the one made later.
   LogFactor add_unknown(int rank);
 
-  // Whether `a` and `b` are equal from now on. False if what was equated before says otherwise: nothing changes then,
-  // and resolve(a - b) is a number.
+  // Returns whether `a` and `b` are equal from now on. False if what was equated before says otherwise: nothing changes
+  // then, and resolve(a - b) is a number.
   bool equate(const LogFactor& a, const LogFactor& b);
 
   // `a` in terms of unknowns that no equation has decided.
   LogFactor resolve(const LogFactor& a);
-  // The rank of its undecided unknown that would be decided first; nothing if it is a number.
+  // Returns the rank of its undecided unknown that would be decided first; nothing if it is a number.
   std::optional<int> highest_rank(const LogFactor& a);
   // `a` with 0 for what is still unknown.
   double value(const LogFactor& a) { return resolve(a).number; }

@@ -23,7 +23,7 @@ namespace {
 constexpr double kLargestEpsilon = 1e-3;
 constexpr double kLargestWindowed = 1 << 28;  // elements, so that sizes that a file claims take no memory
 
-// Of names apart by spaces.
+// Visits names that are separated by spaces.
 template <class Visit>
 void for_each_name(std::string_view names, const Visit& visit) {
   while (!names.empty()) {

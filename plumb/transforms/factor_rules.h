@@ -40,10 +40,10 @@ struct FactorRelation {
 // computed. Factors of random operators are those of evaluation.
 std::optional<FactorRelation> factor_relation(const Node* node, const State& state);
 
-// Of the operators of torch that have a rule, without aten::, with an overload where only that one is meant.
+// Returns the operators of torch that have a rule, without aten::, with an overload where only that one is meant.
 std::vector<std::string_view> factor_rule_names();
 
-// The operand that a Product adds (a bias), by its argument's name; "" if there is none.
+// Returns the operand that a Product adds (a bias), by its argument's name; "" if there is none.
 std::string_view added_argument(const Node* node);
 
 // True for operators of plumb that are torch's with factors, or nothing but a factor.
@@ -57,7 +57,7 @@ struct Epsilon {
   double value = 0;
   double power = 1;  // it stands beside the operand to this power
 };
-// Of a norm, or of `x + 1e-6` and clamp(x, 1e-6) where only roots and quotients use the result.
+// Returns the epsilon of a norm, or of `x + 1e-6` and clamp(x, 1e-6) if only roots and quotients use the result.
 std::optional<Epsilon> epsilon_of(const Node* node);
 
 // Torch's operator in place of a unit-scaled one, inserted before the node. For factors that are no part of it see

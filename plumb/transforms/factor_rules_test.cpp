@@ -192,7 +192,7 @@ std::vector<Call> every_call() {
   return all;
 }
 
-// The floating inputs that a call takes.
+// Returns the floating inputs that a call takes.
 std::set<std::string> operands(const std::string& call) {
   std::set<std::string> found;
   std::istringstream lines(kInputs);
@@ -207,7 +207,7 @@ std::set<std::string> operands(const std::string& call) {
   return found;
 }
 
-// The call on values of which those in `scaled` are multiplied by 4 before.
+// Returns the call on values of which those in `scaled` are multiplied by 4 before.
 std::string program(const Call& call, const std::set<std::string>& scaled) {
   std::string body = "  " + call.results + " = " + call.text + "\n";
   if (call.text.find("%c)") != std::string::npos) body = "  %c = aten::complex(%x, %y)\n" + body;
@@ -258,7 +258,7 @@ void expect_holds(const Call& call, const std::set<std::string>& scaled, const s
     ADD_FAILURE() << call.text << " does not run: " << e.what();
     return;
   }
-  // As in a captured graph: what is an index is known to be one.
+  // As in a captured graph, an index is known to be one.
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].isTensor()) module->graph().output_node()->input(i)->set_meta(TensorMeta::of(wanted[i].toTensor()));
   }

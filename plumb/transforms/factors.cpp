@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kAttention = "plumb::scaled_dot_product_attention";
 
-// The sizes of an argument that is a tensor of known shape.
+// Returns the sizes of an argument that is a tensor of known shape.
 const std::vector<int64_t>* sizes_of(const Arg& arg) {
   if (!arg.is_value() || !arg.value()->is_tensor() || !arg.value()->meta()) return nullptr;
   const auto& meta = *arg.value()->meta();

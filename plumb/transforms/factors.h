@@ -20,7 +20,7 @@ struct Factor {
 // x * 3, x / 3, scale_fwd, scale_bwd.
 std::optional<Factor> factor_of(const Node* node);
 
-// The factor over the result of a unit-scaled attention, where it is not one.
+// Returns the factor over the result of a unit-scaled attention, where it is not one.
 std::optional<Factor> factor_of_attention(const Node* node);
 void drop_factor_of_attention(Node* node);
 
@@ -44,7 +44,7 @@ struct ScaledProduct {
 // Nothing for operands of unknown, symbolic or mixed types, and for lone numbers' and vectors' products.
 std::optional<ScaledProduct> product_of(const Node* node);
 
-// The call of plumb::linear or plumb::matmul, where the graph inserts now.
+// Inserts the call of plumb::linear or plumb::matmul at the graph's insertion point.
 Node* call_product(Graph& graph, const ScaledProduct& product);
 
 }  // namespace plumb

@@ -129,7 +129,7 @@ class Folder {
                  .reason = reason + other_names(parameter.names)});
   }
 
-  // Of a scaled graph's tensor over the plain one's, or the other way.
+  // Returns a scaled graph's tensor over the plain one's, or the inverse.
   double factor_of(double log) const { return std::exp(to_plain_ ? log : -log); }
 
   GraphModule& module_;
@@ -169,7 +169,7 @@ bool fold(GraphModule& module, Report* report) {
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module) {
   auto result = std::make_shared<TransformedModule>(module->graph().clone(), module->state().deep_copy(),
                                                     module->in_spec(), module->out_spec());
-  result->set_made_in_training(module->is_training());
+  result->copy_mode(*module);
   Report report("fold");
   run_checked("fold", [&] { return fold(*result, &report); }, *result);
   untag_all(*result);

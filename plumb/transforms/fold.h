@@ -22,15 +22,15 @@
 
 namespace plumb {
 
-// In place on the graph. Parameters and buffers that change become new tensors of the state. Answers whether anything
-// changed. Throws Error(Unsupported) naming a node that writes in place into a value whose factor must change there, or
-// a recurrent one that drops between its layers, whose weights have other factors in training.
+// Rewrites the graph in place. A changed parameter or buffer becomes a new tensor of the state. Returns whether
+// anything changed. Throws Error(Unsupported) naming a node that writes in place into a value whose factor must change
+// there, or a recurrent one that drops between its layers, whose weights have other factors in training.
 bool fold(GraphModule& module, Report* report = nullptr);
 
-// A new module with its own copy of parameters and buffers, and without tags; `module` stays as it is.
+// Returns a new module with its own copy of parameters and buffers, and without tags; `module` stays as it is.
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module);
 
-// A unit-scaled copy of a plain module that computes the same function, for weights that were trained: they are
+// Returns a unit-scaled copy of a plain module that computes the same function, for weights that were trained: they are
 // multiplied by the factors that fold() would divide them by, and eps of norms follows. Outputs are equal within
 // rounding at the sizes of this graph; fold() of it gives the plain module again. Where one tensor would have to have
 // two factors a multiplication stands in the graph, which the report names (ReportKind::Remains): behind it tensors

@@ -24,7 +24,7 @@ enum Rank : int { kEmbedding = 1, kGain, kWeight, kBias, kStatistics };
 constexpr size_t kMostTerms = 1000;
 constexpr double kLargestMultiple = 1e6;
 
-// The argument of a node that this input stands in, seen through lists.
+// Returns the argument of a node that this input stands in, seen through lists.
 std::string_view argument_of(const Node* node, const Value* value) {
   if (!node->is_call()) return "";
   for (size_t i = 0; i < node->args().size(); ++i) {

@@ -40,7 +40,7 @@ class FoldEquations {
   // Solves them. Names in `report` what it leaves alone. Throws Error(Unsupported) as fold() does.
   FoldEquations(GraphModule& module, Report& report);
 
-  // Of a tensor of the graph.
+  // Returns the factor of a tensor of the graph.
   const LogFactor& factor(const Value* value) const;
   double value(const LogFactor& factor) { return equations_.value(factor); }
   const Parameter& parameter(const at::Tensor& tensor) const { return parameters_.at(tensor.unsafeGetTensorImpl()); }
@@ -52,13 +52,14 @@ class FoldEquations {
 
  private:
   void add_parameters();
-  // Numbers that are no reals have no factor. Of complex ones it is a real number, too.
+  // Returns whether a value has a factor: numbers that are no reals have none. The factor of a complex one is real,
+  // too.
   bool carries(const Value* value) const;
   // An operand, by its place among the inputs, whose factor is to be `wanted`: from now on, or by a multiplication.
   void align(Node* node, size_t place, const LogFactor& wanted);
-  // The same of an argument that may be None.
+  // As above, for an argument that may be None.
   void align(Node* node, std::string_view argument, const LogFactor& wanted);
-  // The places of inputs that have a factor.
+  // Returns the places of inputs that have a factor.
   std::vector<size_t> operands_of(const Node* node) const;
   void keep_all(Node* node, double inner = 1);
   void set_results(const Node* node, const LogFactor& factor);
@@ -67,7 +68,7 @@ class FoldEquations {
   bool can_have(const Node* node, const LogFactor& result);
   void relate_attribute(Node* node);
   void leave_alone(Node* node, const std::string& why);
-  // The factor of the results, without `outer`.
+  // Returns the factor of the results, without `outer`.
   LogFactor relate_call(Node* node, const FactorRelation& relation);
   // The others follow the first operand; in a residual layer the branch follows the skip, which comes last.
   LogFactor relate_common(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands);

@@ -7,8 +7,8 @@
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/transforms/factor_equations.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/test_models.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 
@@ -18,7 +18,7 @@ namespace {
 using testing::HasSubstr;
 using namespace testing_models;
 
-// As after some steps of training: no weight has unit variance, no bias is zero.
+// Changes the parameters as some steps of training do: no weight has unit variance, no bias is zero.
 void train(GraphModule& module) {
   at::NoGradGuard no_grad;
   for (at::Tensor& p : module.parameters()) p.mul_(1.3).add_(at::randn_like(p) * 0.2);
@@ -28,7 +28,7 @@ double largest_difference(const at::Tensor& a, const at::Tensor& b) {
   return ((a - b).abs().max() / b.abs().max()).item<double>();
 }
 
-// The GPT with the sizes that attention's factor follows from.
+// Returns the GPT with the sizes that attention's factor follows from.
 std::shared_ptr<GraphModule> typed_gpt(const GptConfig& c = {}) {
   auto module = gpt(c);
   const std::vector<int64_t> heads = {c.batch, c.heads, c.length, c.width / c.heads};
@@ -42,7 +42,7 @@ std::shared_ptr<GraphModule> typed_gpt(const GptConfig& c = {}) {
   return module;
 }
 
-// The first parameter whose name ends so.
+// Returns the first parameter whose name ends so.
 std::string named(const GraphModule& module, const std::string& ending) {
   for (const Attr& attr : module.state()) {
     if (attr.name.ends_with(ending)) return attr.name;
@@ -55,7 +55,7 @@ struct Folded {
   const Report& report() const { return plain->reports.back(); }
 };
 
-// What `module` computes unit-scaled, and what its own graph computes with the folded weights, are equal.
+// Expects the unit-scaled results of `module` to equal those of its own graph with the folded weights.
 Folded expect_folds(const std::shared_ptr<GraphModule>& module, const std::vector<c10::IValue>& inputs,
                     double tolerance = 2e-5) {
   at::manual_seed(3);

@@ -22,7 +22,7 @@ void take_tracker(TransformedModule& copy, const std::shared_ptr<ScaleTracker>& 
 std::shared_ptr<TransformedModule> derive(const GraphModule& module) {
   auto result =
       std::make_shared<TransformedModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
-  result->set_made_in_training(module.is_training());
+  result->copy_mode(module);
   if (const auto* known = dynamic_cast<const TransformedModule*>(&module)) {
     result->reports = known->reports;
     result->mup = known->mup;
@@ -33,7 +33,7 @@ std::shared_ptr<TransformedModule> derive(const GraphModule& module) {
 
 std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
   auto copy = std::make_shared<TransformedModule>(graph().clone(), state().deep_copy(), in_spec(), out_spec());
-  copy->set_made_in_training(is_training());
+  copy->copy_mode(*this);
   copy->reports = reports;
   copy->mup = mup;
   take_tracker(*copy, tracker);

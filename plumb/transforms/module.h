@@ -14,7 +14,7 @@ namespace plumb {
 
 class ScaleTracker;
 
-// Tags that an optimiser needs for each parameter, by its full name (plumb/graph/parameter_tag.h).
+// Tags that an optimizer needs for each parameter, by its full name (plumb/graph/parameter_tag.h).
 using MupTable = std::map<std::string, ParameterData>;
 
 class TransformedModule : public GraphModule {
@@ -29,11 +29,11 @@ class TransformedModule : public GraphModule {
   // Set by track_scales, else null.
   std::shared_ptr<ScaleTracker> tracker;
 
-  // A deep copy that measures into a tracker of its own.
+  // Returns a deep copy that measures into a tracker of its own.
   std::shared_ptr<TransformedModule> deep_copy() const;
 };
 
-// A module with a copy of the graph and the same tensors, with what is known of `module`.
+// Returns a module with a copy of the graph and the same tensors, with what is known of `module`.
 std::shared_ptr<TransformedModule> derive(const GraphModule& module);
 
 }  // namespace plumb

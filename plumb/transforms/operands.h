@@ -16,22 +16,22 @@ namespace plumb {
 // views, `to`, plumb::simulate_format.
 bool is_passthrough(const Node* node);
 
-// A constant number; nothing for anything else.
+// Returns a constant number; nothing for anything else.
 std::optional<double> number_of(const Arg& arg);
 
 // The get_attr node that this value comes from through pass-through nodes; null if something is computed on the way.
 const Node* source_attribute(const Value* value);
 
-// The uses of a value by nodes that compute, seen through pass-through nodes.
+// Returns the uses of a value by nodes that compute, seen through pass-through nodes.
 std::vector<Use> effective_uses(const Value* value);
 
-// The first of the patterns (core/text.h) that fits the name of the node's result, its module's path or a parameter
-// that it takes; null if none does.
+// Returns the first of the patterns (core/text.h) that fits the name of the node's result, its module's path or a
+// parameter that it takes; null if none does.
 const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns);
 
-// The dtype of a value from its meta or the state; nullopt if it is not known without running.
+// Returns the dtype of a value from its meta or the state; nullopt if it is not known without running.
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
-// The sizes of a value from its meta or the state; empty if they are not known, and of null.
+// Returns the sizes of a value from its meta or the state; empty if they are not known, and of null.
 std::vector<int64_t> sizes_of(const Value* value, const State& state);
 // False only if the dtype is known and is no floating-point one.
 bool may_be_float(const Value* value, const State& state);

@@ -63,7 +63,7 @@ class Optimiser {
     return false;
   }
 
-  // A call in place of `node`.
+  // Inserts a call in place of `node`.
   Node* insert(Node* node, std::string_view op, std::vector<Arg> args) {
     Node* made = insert_call(graph_, node, op, std::move(args), node, node->result());
     writes_[made] = writes_.at(node);
@@ -304,7 +304,7 @@ class Optimiser {
     return "";
   }
 
-  // Answers the node before the chain's place.
+  // Returns the node before the chain's place.
   Node* replace(Node* root, Tree& tree) {
     tree.program.num_inputs = static_cast<int64_t>(tree.inputs.size());
     merge_factors(tree.program, tree.cheap, options_.exact || !options_.fold);

@@ -34,10 +34,10 @@ struct OptimiseOptions {
   int64_t min_elements = 1 << 18;
 };
 
-// Answers whether anything changed.
+// Returns whether anything changed.
 bool optimise(GraphModule& module, const OptimiseOptions& options = {}, Report* report = nullptr);
 
-// A new module that shares the tensors of `module`, with what is known of it.
+// Returns a new module that shares the tensors of `module`, with what is known of it.
 std::shared_ptr<TransformedModule> compile(const std::shared_ptr<GraphModule>& module,
                                            const OptimiseOptions& options = {});
 

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "plumb/transforms/optimise_for_test.h"
+#include "plumb/transforms/optimise_testing.h"
 
 namespace plumb {
 namespace {
@@ -148,7 +148,7 @@ TEST(Optimise, MakesTheFactorOfAttentionPartOfTheLayerBehindIt) {
       << to_string(fast->graph());
   expect_close(*module, *fast, inputs);
   EXPECT_FALSE(optimise(*fast)) << "its factor is gone";
-  // One operator less runs: the result of torch's attention is handed on.
+  // One operator less runs: the result of torch's attention is used directly.
   auto nodes = [&](GraphModule& m) {
     size_t n = 0;
     Tensors given;

@@ -5,7 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
-#include "plumb/transforms/optimise_for_test.h"
+#include "plumb/transforms/optimise_testing.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
@@ -306,7 +306,7 @@ TEST(Optimise, MeasuresSeveralRunsAsOneTensorWhileItRounds) {
   nearest.fwd = "E4M3-RN";
   nearest.bwd = "E5M2-RN";
   const auto rounded = simulate_format(unit_scale(gpt()), nearest);
-  // Neighbours are wanted otherwise: one pass measures what is summed up beside what is not.
+  // Neighbors are wanted otherwise: one pass measures what is summed up beside what is not.
   for (const int64_t apart : {0, 1, 2, 3}) {
     auto tracked = track_scales(rounded), fast = compile(tracked, {.fold = false, .fuse = false});
     ASSERT_GT(count(*fast, "plumb::track_rounded"), 10u);

@@ -36,8 +36,8 @@ class ParameterScaling {
     std::optional<ScaledKind> kind;  // none: nothing is known yet
   };
 
-  // Divides weights by their standard deviation and sets biases to zero, in place. Remembers how to undo that, and of
-  // every parameter at which version it is. Answers the first names of the parameters that changed.
+  // Divides weights by their standard deviation and sets biases to zero, in place. Remembers how to undo that, and
+  // every parameter's version. Returns the first names of the parameters that changed.
   std::vector<std::string> propose(const std::vector<Proposal>& proposals);
 
   // --- confirm by a graph: called by unit_scale for every parameter that the graph's operators use ---
@@ -45,8 +45,8 @@ class ParameterScaling {
   bool confirm(const std::vector<std::string>& names);
   // Writes values of a parameter that was not proposed. False if somebody has changed it since propose().
   bool write(const std::vector<std::string>& names, const at::Tensor& parameter, const at::Tensor& values);
-  // Gives a parameter its own values back, unless a graph has confirmed it or somebody has changed it since propose().
-  // Answers whether it did.
+  // Restores a parameter's own values, unless a graph has confirmed it or somebody has changed it since propose().
+  // Returns whether it did.
   bool undo(const std::vector<std::string>& names, const at::Tensor& parameter);
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;
@@ -55,7 +55,7 @@ class ParameterScaling {
   void mark_changed(const std::string& name);
   // Notes whether somebody has changed the parameter since propose(). Before a copy, which does not know the tensor.
   void look_at(const std::string& name, const at::Tensor& parameter);
-  // A copy for a copied model, whose tensors are new: their versions count from zero.
+  // Returns a copy for a copied model, whose tensors are new: their versions count from zero.
   ParameterScaling for_copy() const;
 
   // For files: (names, kind, std, values before) of every scaled parameter, the confirmed names, and of every name

@@ -17,7 +17,7 @@ Role role_of(const Node* node, const Value* value, const std::function<const Equ
   if (!node->is_call()) return Role::Other;
   const std::string_view name = node->op_name();
   if (name.ends_with("_norm") && name.find("weight_norm") == std::string_view::npos) {
-    // Gains and shifts of any normalisation, with an equivalent or without.
+    // Gains and shifts of any normalization, with an equivalent or without.
     for (const char* argument : {"weight", "bias"}) {
       const Arg* arg = node->try_arg(argument);
       if (arg && arg->value() == value) return argument[0] == 'w' ? Role::Norm : Role::NormBias;
@@ -104,7 +104,7 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
     if (c.weight_of.empty() || (c.other.empty() && c.bias_of.empty() && !c.norm && !c.norm_bias)) continue;
     const std::string other = !c.other.empty()     ? who(c.other[0])
                               : !c.bias_of.empty() ? who(c.bias_of[0]) + " as a bias"
-                                                   : "a normalisation";
+                                                   : "a normalization";
     std::vector<const Node*> taken_back;
     taken_back.swap(c.weight_of);
     for (const Node* node : taken_back) {

@@ -2,9 +2,9 @@
 
 #include <map>
 
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/residual.h"
 #include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/test_models.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 using namespace testing_models;
 
-// What a value is, seen over splits and nodes of other transforms.
+// Returns the value behind splits and nodes of other transforms.
 const Value* origin(const Value* value) {
   const Node* node = value->producer();
   while (node->is_op("plumb::residual_split") || node->is_op("plumb::simulate_format") || node->is_op("plumb::track")) {

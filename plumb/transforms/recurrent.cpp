@@ -40,7 +40,7 @@ class Scaler {
     return input.size() == 3 && is_set(node_, "batch_first") ? input[1] : input[0];
   }
 
-  // The value and its gradient times the factor.
+  // Returns the value and its gradient times the factor.
   Value* scale_value(Value* value, double factor) {
     return with_meta(graph_.call("plumb::rescale", {value, factor, factor}), value);
   }
@@ -60,8 +60,8 @@ class Scaler {
     arg = forward == 1 ? value : call("plumb::scale_fwd", value, forward);
   }
 
-  // One cell's parameters. at_state: root of the mean square of the gradients at its states. input_scale: of what it
-  // gets as input. Answers the sum of the squares of the gradients that go to one input value.
+  // Scales one cell's parameters. at_state: root of the mean square of the gradients at its states. input_scale: scale
+  // of its input. Returns the sum of the squares of the gradients that go to one input value.
   double scale_cell_parameters(std::span<Arg> parameters, double at_state, double input_scale) {
     const auto in = sizes_of(parameters[0].value(), state_), hidden = sizes_of(parameters[1].value(), state_);
     const double input_factor = std::sqrt((1 - rule_.state_share) / static_cast<double>(in[1])) / input_scale;
@@ -130,7 +130,7 @@ class Scaler {
     for (size_t i = node_->num_results(); i-- > 0;) {
       Value* result = node_->result(i);
       if (!result->has_uses()) continue;
-      // lstm answers output, h and c; lstm_cell h and c; the others no c.
+      // lstm returns output, h and c; lstm_cell h and c; the others no c.
       const bool is_memory = recurrent_kind(node_) == rules::RecurrentKind::Lstm && i + 1 == node_->num_results();
       Value* made = scale_value(result, 1 / (is_memory ? rule_.cell : rule_.hidden));
       graph_.replace_all_uses_with(result, made, made->producer());

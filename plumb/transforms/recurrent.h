@@ -6,7 +6,7 @@
 //   given states  times the states' scale, outputs and final states over it, both with their gradients
 //
 // so inputs, weights and states from outside have unit scale, and the output has it, too. The gradient of the input is
-// that of this function (constraint to_output_scale): its scale is what scale_recurrent() answers.
+// that of this function (constraint to_output_scale); scale_recurrent() returns its scale.
 #pragma once
 
 #include <optional>
@@ -21,10 +21,10 @@ namespace plumb {
 // "aten::lstm", "aten::gru_cell" and so on.
 bool is_recurrent(const Node* node);
 
-// A single step: "aten::lstm_cell" and so on.
+// Returns whether a node is a single step: "aten::lstm_cell" and so on.
 bool is_recurrent_cell(const Node* node);
 rules::RecurrentKind recurrent_kind(const Node* node);
-// Whether a boolean argument is true.
+// Returns whether a boolean argument is true.
 bool is_set(const Node* node, std::string_view argument);
 
 // The role of an argument of a recurrent operator.
@@ -34,7 +34,7 @@ RecurrentRole recurrent_role(const Node* node, const Value* value);
 // Why its weights cannot be scaled; nothing if they can. Sizes come from the values, or for parameters from the state.
 std::optional<std::string> recurrent_obstacle(const Node* node, const State& state);
 
-// Puts the factors around the node. `steps` counts for a cell, which sees one of them. Answers the scale of the
+// Puts the factors around the node. `steps` counts for a cell, which sees one of them. Returns the scale of the
 // gradient at the input, for unit-normal gradients at the output.
 double scale_recurrent(GraphModule& module, Node* node, int64_t steps);
 

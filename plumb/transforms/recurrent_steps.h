@@ -14,7 +14,7 @@ std::optional<std::string> steps_obstacle(const Node* node, const State& state);
 
 // Replaces the node (a cell, or any number of layers and directions with dropout between them and projected states) by
 // aten::linear and pointwise nodes, in torch's order of operations. The inputs of all steps go through one linear
-// layer. Answers the linear nodes.
+// layer. Returns the linear nodes.
 std::vector<Node*> take_apart(GraphModule& module, Node* node);
 
 }  // namespace plumb

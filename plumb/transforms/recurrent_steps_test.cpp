@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/module.h"
-#include "plumb/transforms/test_models.h"
 
 namespace plumb {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "plumb/scaling/rules_recurrent.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb {
@@ -88,7 +88,7 @@ TEST_P(Recurrent, LayersKeepUnitScale) {
   }
 }
 
-// What a layer gets from the one below is alike from step to step, which adds up in memory beyond the rule.
+// The input of an upper layer is alike from step to step, which adds up in memory beyond the rule.
 TEST_P(Recurrent, StackedLayersStayNearUnitScale) {
   at::manual_seed(1);
   const Measured m = train_once(layers(GetParam(), 3));

@@ -91,10 +91,8 @@ std::string Report::to_json() const {
   nlohmann::ordered_json entries = nlohmann::ordered_json::array();
   for (const auto& e : entries_) {
     nlohmann::ordered_json entry = {{"kind", std::string(to_string(e.kind))}, {"node", e.node}};
-    const std::pair<const char*, const std::string*> fields[] = {
-        {"module", &e.module}, {"source", &e.source}, {"from", &e.from}, {"to", &e.to}, {"reason", &e.reason}};
-    for (const auto& [name, value] : fields) {
-      if (!value->empty()) entry[name] = *value;
+    for (const auto& [name, text] : e.texts()) {
+      if (!text.empty()) entry[name] = text;
     }
     if (e.tau) entry["tau"] = *e.tau;
     if (e.asked) entry["asked"] = true;

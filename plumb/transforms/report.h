@@ -2,6 +2,7 @@
 // nodes were left alone and why. Printable as text and as JSON.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -35,6 +36,11 @@ struct ReportEntry {
   std::optional<double> tau;
   std::string reason;
   bool asked = false;  // the caller's map of operators wanted it, no rule
+
+  // The texts that may be empty, by the names of their fields in JSON and Python.
+  std::array<std::pair<const char*, std::string_view>, 5> texts() const {
+    return {{{"module", module}, {"source", source}, {"from", from}, {"to", to}, {"reason", reason}}};
+  }
 };
 
 class Report {
@@ -44,16 +50,16 @@ class Report {
   const std::string& pass() const { return pass_; }
   const std::vector<ReportEntry>& entries() const { return entries_; }
   void add(ReportEntry entry) { entries_.push_back(std::move(entry)); }
-  // An entry about this node, with its name, module path and source line filled in.
+  // Adds an entry about this node, with its name, module path and source line filled in.
   ReportEntry& add(ReportKind kind, const Node* node, std::string from = "", std::string to = "",
                    std::string reason = "");
 
   size_t count(ReportKind kind) const;
   std::vector<const ReportEntry*> of_kind(ReportKind kind) const;
-  // Null unless there is an entry of this kind for a node or parameter of this name.
+  // Returns null unless there is an entry of this kind for a node or parameter of this name.
   const ReportEntry* find(ReportKind kind, std::string_view node) const;
 
-  // One line an entry, under a line of counts.
+  // Returns one line an entry, under a line of counts.
   std::string to_text() const;
   std::vector<std::string> lines() const;
   // {"pass": ..., "entries": [{"kind": ..., "node": ..., ...}]}; empty fields are left out.

@@ -68,7 +68,7 @@ struct Question {
   int index = -1;  // in the result
 };
 
-// Questions answered in one sweep: order[begin, stop), whose spans lie in the nodes [low, high].
+// Questions of one sweep: order[begin, stop), whose spans lie in the nodes [low, high].
 struct Group {
   size_t begin, stop;
   uint32_t low, high;
@@ -184,7 +184,7 @@ void ResidualFinder::sweep_forward(const Group& group) {
   }
 }
 
-// Bit q: question q of the group is answered with yes.
+// Returns a word: bit q is set if question q of the group holds.
 uint64_t ResidualFinder::take_answers(const Group& group) {
   uint64_t yes = 0;
   for (size_t bit = 0; bit < group.stop - group.begin; ++bit) {

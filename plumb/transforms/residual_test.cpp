@@ -5,7 +5,7 @@
 #include <random>
 #include <set>
 
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 
 namespace plumb {
 namespace {

@@ -9,7 +9,7 @@
 
 namespace plumb {
 
-// A call inserted before `before` on behalf of `node`, whose module, source and grad mode it has. Its result is
+// Inserts a call before `before` on behalf of `node`, whose module, source and grad mode it has. Its result is
 // described as `like`.
 Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<Arg> args, const Node* node,
                   const Value* like);

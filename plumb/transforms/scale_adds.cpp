@@ -19,6 +19,7 @@ constexpr const char* kSplit = "plumb::residual_split";
 constexpr const char* kResidualAdd = "plumb::residual_add";
 constexpr const char* kAdd = "plumb::add";
 
+// Returns whether a node takes the largest of some values.
 bool chooses(const Node* node) {
   static const std::set<std::string_view> names = {"aten::topk", "aten::sort", "aten::argmax", "aten::argsort"};
   return node->is_call() && (names.count(node->op_name()) || node->target() == "aten::max.dim");

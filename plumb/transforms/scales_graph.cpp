@@ -47,7 +47,7 @@ bool same_scale(const Metrics& a, const Metrics& b, double rtol) {
   return same_scale(a.fwd, b.fwd, rtol) && (!a.bwd || same_scale(*a.bwd, *b.bwd, rtol));
 }
 
-// A copy in which every input knows its place.
+// Returns a copy in which every input knows its place.
 std::vector<ScaleNode> with_places(const ScalesGraph& graph) {
   std::vector<ScaleNode> nodes = graph.nodes;
   for (ScaleNode& node : nodes) {
@@ -56,7 +56,7 @@ std::vector<ScaleNode> with_places(const ScalesGraph& graph) {
   return nodes;
 }
 
-// The nodes that are kept, renumbered.
+// Returns the nodes that are kept, renumbered.
 ScalesGraph compact(std::vector<ScaleNode> nodes, const std::vector<bool>& keep) {
   std::vector<size_t> place(nodes.size());
   ScalesGraph result;
@@ -69,7 +69,7 @@ ScalesGraph compact(std::vector<ScaleNode> nodes, const std::vector<bool>& keep)
   return result;
 }
 
-// Removes nodes for which stand_in(node) answers which node stands for them (an index), or kNone for nobody.
+// Removes nodes for which stand_in(node) returns the node that stands for them (an index), or kNone for none.
 constexpr size_t kKeep = SIZE_MAX, kNone = SIZE_MAX - 1;
 template <class StandIn>
 ScalesGraph prune_to_one(const ScalesGraph& graph, const StandIn& stand_in) {

@@ -34,14 +34,15 @@ class ScalesGraph {
   std::vector<ScaleNode> nodes;  // in graph order
 
   const ScaleNode* find(std::string_view name) const;  // null if there is none
-  // A table for people: name, target, inputs, and std, abs_max of value and gradient.
+  // Returns a table for people: name, target, inputs, and std, abs_max of value and gradient.
   std::string to_text() const;
   // {"nodes": [{"name", "kind", "target", "inputs": [names], "module", "source", "sizes", "dtype", "fwd": {...}, "bwd":
   // {...}}]} NaN and infinities are null.
   std::string to_json() const;
 };
 
-// Each answers a copy without some nodes; what used a removed node uses what that had used, as said. Linear time.
+// Each function returns a copy without some nodes. Users of a removed node are connected to that node's inputs. Linear
+// time.
 
 // Removes what is no floating-point tensor. Users take its only floating-point input, if it has just one.
 ScalesGraph prune_non_float_tensors(const ScalesGraph& graph);

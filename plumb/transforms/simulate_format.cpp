@@ -126,7 +126,7 @@ class Simulator {
     return factor && node->kind() == NodeKind::GetAttr;
   }
 
-  // The value rounded forward: one node for all uses, as long as nothing is written in between.
+  // Returns the value rounded forward: one node for all uses, as long as nothing is written in between.
   Value* rounded(Value* value, int64_t dim, Node* user) {
     if (!fwd_blocks_) dim = -1;
     auto [it, fresh] = rounded_.try_emplace({value, dim}, Made{nullptr, nullptr});

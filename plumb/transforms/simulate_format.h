@@ -35,7 +35,7 @@ struct SimulateFormatOptions {
 // changed.
 bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report = nullptr);
 
-// A new module that shares the tensors of `module`.
+// Returns a new module that shares the tensors of `module`.
 std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
                                                    const SimulateFormatOptions& options);
 std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
@@ -48,7 +48,7 @@ std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModul
 // "a,b" as a pass's option gives a list.
 std::vector<std::string> split_names(const std::string& text);
 
-// Names of the operators that are matrix products, as `operators` takes them.
+// Returns names of the operators that are matrix products, as `operators` takes them.
 std::vector<std::string> matrix_product_operators();
 
 }  // namespace plumb

@@ -9,7 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb {

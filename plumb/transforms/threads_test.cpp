@@ -37,7 +37,7 @@ std::vector<at::Tensor> parameters_of(GraphModule& module) {
   return found;
 }
 
-// The output and the parameters' gradients.
+// Returns the output and the parameters' gradients.
 std::vector<at::Tensor> step(GraphModule& module, const std::vector<at::Tensor>& parameters, const at::Tensor& x) {
   std::vector<at::Tensor> out{module(x)};
   for (const at::Tensor& g : torch::autograd::grad({out[0].sum()}, parameters)) out.push_back(g);

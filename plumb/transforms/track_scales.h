@@ -17,15 +17,15 @@
 namespace plumb {
 
 // Inserts a plumb::track node after every floating-point tensor that is used: inputs, parameters, buffers, results.
-// Values that are tracked already are not tracked again. Answers whether anything changed.
+// Values that are tracked already are not tracked again. Returns whether anything changed.
 bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report = nullptr);
 
-// A new module that shares the tensors of `module`, with a tracker of its own (TransformedModule::tracker). A module
-// that is tracked already keeps its tracker, and what has come new since is tracked too.
+// Returns a new module that shares the tensors of `module`, with a tracker of its own (TransformedModule::tracker). A
+// module that is tracked already keeps its tracker, and what has come new since is tracked too.
 std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,
                                                 const MetricsOptions& options = {});
 
-// The module's graph as it is now, without the tracking nodes, and what was measured in the last run. Throws
+// Returns the module's graph as it is now, without the tracking nodes, and what was measured in the last run. Throws
 // Error(InvalidState) if the module is not tracked.
 ScalesGraph scales_graph(const TransformedModule& module);
 

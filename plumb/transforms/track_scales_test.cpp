@@ -7,8 +7,8 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/test_models.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb {

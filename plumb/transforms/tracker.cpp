@@ -1,8 +1,8 @@
 // The operator plumb::track and its tracker.
 //
-// A gradient is seen by a hook at the place where autograd has it complete: the tensor's own grad_fn. So an
-// intermediate tensor is handed on itself, with no copy and no node of its own. Leaves (parameters) and the caller's
-// inputs must not get hooks, which would outlive the graph: what is handed on is an alias of them.
+// A gradient is seen by a hook at the place where autograd has it complete: the tensor's own grad_fn. So the result for
+// an intermediate tensor is the tensor itself, with no copy and no node of its own. Leaves (parameters) and the
+// caller's inputs must not get hooks, which would outlive the graph: the result is an alias of them.
 #include "plumb/transforms/tracker.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -47,7 +47,7 @@ Registry& registry() {
   return *r;
 }
 
-// Null if there is no such slot.
+// Returns null if there is no such slot.
 auto* slot_at(auto& slots, int64_t slot) {
   return slot >= 0 && static_cast<size_t>(slot) < slots.size() ? &slots[static_cast<size_t>(slot)] : nullptr;
 }
@@ -204,8 +204,8 @@ using torch::autograd::variable_list;
 bool is_traced(const at::Tensor& x) { return x.is_floating_point() && at::isTensorSubclassLike(x) && !x.is_meta(); }
 
 // Under a tracer (torch.compile, export) tensors have no numbers yet: an operator that measures when the traced program
-// runs. Nobody uses its result, so that what is written in place, and through which view, stays what the program says;
-// tracers must be told that it has an effect (python/plumb/_fx.py).
+// runs. Nobody uses its result, so that in-place writes, and the views they go through, stay those of the program;
+// tracers must know that it has an effect (python/plumb/_fx.py).
 at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
   if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled()) {
     const auto wanted = tracker->wanted(slot);

@@ -38,9 +38,9 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   ~ScaleTracker();
   ScaleTracker(const ScaleTracker&) = delete;
 
-  // The number by which `plumb::track` nodes know it; unique in the process, never used again.
+  // Returns the number by which `plumb::track` nodes know it; unique in the process, never used again.
   int64_t id() const { return id_; }
-  // The tracker of that number, or null when it is gone: its nodes then only return their tensors.
+  // Returns the tracker of that number, or null when it is gone: its nodes then only return their tensors.
   static std::shared_ptr<ScaleTracker> find(int64_t id);
 
   // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is
@@ -67,13 +67,13 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
 
   // Nothing if there is no such slot or it saw no tensor.
   std::optional<Metrics> metrics(int64_t slot) const;
-  // The measurement of one direction; a slot may have a gradient's where the value itself was not wanted.
+  // Returns the measurement of one direction; a slot may have a gradient's where the value itself was not wanted.
   std::optional<Metrics::Data> measured(int64_t slot, Direction direction) const;
-  // The sums behind measured(), to be added to others'; null where it is not wanted together.
+  // Returns the sums behind measured(), to be added to others'; null where it is not wanted together.
   std::shared_ptr<const MetricsSum> sum(int64_t slot, Direction direction) const;
   void clear();
 
-  // An empty tracker with the same slots and options.
+  // Returns an empty tracker with the same slots and options.
   std::shared_ptr<ScaleTracker> twin() const;
 
   // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over. A device measures

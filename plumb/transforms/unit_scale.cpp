@@ -18,7 +18,7 @@
 namespace plumb {
 namespace {
 
-// The root of a mean of squares or of a variance.
+// Returns whether a node is the root of a mean of squares or of a variance.
 bool is_norm_spelled_out(const Node* node) {
   const auto power = node->is_op("aten::pow") ? number_of(node->args()[1]) : std::nullopt;
   if (!node->is_op("aten::rsqrt") && !node->is_op("aten::sqrt") && !(power && std::abs(*power) == 0.5)) return false;
@@ -264,7 +264,7 @@ class UnitScaler {
                     "values and gradients multiplies (track_scales shows where)");
   }
 
-  // How often a cell is called with these weights: one sees only one step of a sequence.
+  // Returns how often a cell is called with these weights: one sees only one step of a sequence.
   int64_t steps_of(const Node* node) {
     if (!node->try_arg("w_hh")) return 1;
     const Node* weight = source_attribute(node->arg("w_hh").value());

@@ -72,12 +72,12 @@ struct UnitScaleOptions {
   std::map<std::string, bool> keep;
 };
 
-// In place on the graph. Parameters that change become new tensors of the state; the others stay shared with whoever
-// shares them. Answers whether anything changed. `mup` is added to.
+// Rewrites the graph in place. A changed parameter becomes a new tensor of the state; all others stay shared with the
+// module's other users. Returns whether anything changed. Adds to `mup`.
 bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* report = nullptr,
                 MupTable* mup = nullptr);
 
-// A new module with its own copy of parameters and buffers; `module` stays as it is.
+// Returns a new module with its own copy of parameters and buffers; `module` stays as it is.
 std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module,
                                               const UnitScaleOptions& options = {});
 

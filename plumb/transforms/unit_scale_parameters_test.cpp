@@ -3,9 +3,9 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
-#include "plumb/transforms/unit_scale_for_test.h"
+#include "plumb/transforms/unit_scale_testing.h"
 
-// The user's own replacements, and what becomes of weights and biases.
+// The user's own replacements, and the treatment of weights and biases.
 namespace plumb {
 namespace {
 

@@ -9,7 +9,7 @@
 #include "plumb/transforms/residual.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale_for_test.h"
+#include "plumb/transforms/unit_scale_testing.h"
 
 namespace plumb {
 namespace {

@@ -39,7 +39,7 @@ constexpr std::array kForms = {
     Form{"plumb::matmul", "left", "right", "", false, true},
 };
 
-// The matrix that this value is the transposed one of, or null.
+// Returns the matrix that this value is the transposed one of, or null.
 Value* transposed_of(const Value* value) {
   const Node* node = value->producer();
   if (node->is_op("aten::t")) return node->input(0);
@@ -83,7 +83,8 @@ class Fp8Lowering {
   Fp8Lowering(GraphModule& module, const UseFp8Options& options, std::string fwd, std::string bwd)
       : graph_(module.graph()), options_(options), fwd_(std::move(fwd)), bwd_(std::move(bwd)) {}
 
-  // By the name of its result, what became of each product: the operator and what the report adds, or why it stays.
+  // The outcome for each product by the name of its result: the operator and the report's text, or the reason why it
+  // stays.
   using Done = std::map<std::string, std::variant<std::pair<std::string, std::string>, std::string>>;
 
   Done run() {
@@ -135,7 +136,7 @@ class Fp8Lowering {
                : nullptr;
   }
 
-  // The node that rounds the gradient of the product's result.
+  // Returns the node that rounds the gradient of the product's result.
   Node* rounding_of_gradient(const Node* product) const {
     const Value* result = product->result();
     if (result->uses().size() != 1) return nullptr;
@@ -157,7 +158,7 @@ class Fp8Lowering {
     return form.target == "aten::addmm" ? obstacle_of_addmm(node) : std::nullopt;
   }
 
-  // The codes of `value`, made where it is rounded: once for all products that take them.
+  // Returns the codes of `value`, made where it is rounded: once for all products that take them.
   Value* codes(Node* rounding, Value* value) {
     auto [it, fresh] = codes_.try_emplace({rounding, value}, nullptr);
     if (!fresh) return it->second;
@@ -388,7 +389,7 @@ bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) 
 
 namespace {
 
-// The value whose codes a product takes.
+// Returns the value whose codes a product takes.
 Value* value_of_codes(const Arg& taken) {
   Node* node = taken.value()->producer();
   const bool passes =

@@ -27,7 +27,7 @@ struct UseFp8Options {
   std::string bwd = "e5m2";
   // The kernel of the products (Fp8Kernel): auto, scaled_mm or decoded.
   std::string kernel = "auto";
-  // As simulate_format has them.
+  // Options of simulate_format.
   std::vector<std::string> operators, exclude;
   // Scale factors for tensors, one of fp8_recipes(), instead of none: linear layers become plumb::fp8_scaled_linear,
   // everything else is left alone. To compare with; torchao's formats for gradients are e5m2 with "tensorwise", else
@@ -41,15 +41,15 @@ struct UseFp8Options {
 // Throws Error(InvalidArgument) for formats that no unit multiplies and kernels that there are not.
 void check(const UseFp8Options& options);
 
-// Throws what check() throws, and Error(UnknownName) for operators that are no products. Answers whether anything
+// Throws what check() throws, and Error(UnknownName) for operators that are no products. Returns whether anything
 // changed.
 bool use_fp8(GraphModule& module, const UseFp8Options& options = {}, Report* report = nullptr);
 
-// The way back: products of values again, unit-scaled ones as they were, nothing rounded. (What stayed simulated stays
-// so.) Answers whether there were any.
+// Undoes use_fp8(): products of values again, unit-scaled ones as they were, nothing rounded. (Products that stayed
+// simulated stay so.) Returns whether there were any.
 bool drop_fp8(GraphModule& module);
 
-// A new module that shares the tensors of `module`.
+// Returns a new module that shares the tensors of `module`.
 std::shared_ptr<TransformedModule> use_fp8(const std::shared_ptr<GraphModule>& module,
                                            const UseFp8Options& options = {});
 

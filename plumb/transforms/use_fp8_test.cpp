@@ -9,8 +9,8 @@
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/fp8_delayed.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/test_models.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb {

@@ -17,7 +17,7 @@ namespace {
 // The first frame, from the innermost out, that is neither torch's nor plumb's own.
 class Locator {
  public:
-  // describe: None, or a function that answers who in Python calls the operator, or None. Called for every operator.
+  // describe: None, or a function that returns the Python caller of the operator, or None. Called for every operator.
   Locator(std::vector<std::string> inside, py::object describe)
       : inside_(std::move(inside)), describe_(std::move(describe)) {}
   ~Locator() {
@@ -47,7 +47,7 @@ class Locator {
     return found;
   }
 
-  // [(names of the results, operator, answer of describe())] for the nodes of the graph.
+  // Returns [(names of the results, operator, result of describe())] for the nodes of the graph.
   py::list calls(const Graph& graph) const {
     std::unordered_map<const SourceLocation*, const py::object*> known;
     for (const auto& [location, call] : calls_) known.emplace(location.get(), &call);
@@ -97,7 +97,7 @@ void take_method(std::function<Call>& to, const py::object& forward, const char*
   to = forward.attr(name).cast<std::function<Call>>();
 }
 
-// forward: plumb._capture._Forward.
+// forward: plumb._capture.forward._Forward.
 CaptureRequest request_of(const py::object& forward) {
   CaptureRequest request;
   request.state = to_state(forward.attr("state").cast<std::vector<StateEntry>>());
@@ -146,7 +146,7 @@ py::tuple capture_python(const py::object& forward, bool verify, const py::objec
   return py::make_tuple(module, notes, locator->calls(module->graph()));
 }
 
-// Gives values new names; one that is taken gets a number. Answers what they got.
+// Gives values new names; one that is taken gets a number. Returns the names they got.
 std::vector<std::string> rename_values(GraphModule& module,
                                        const std::vector<std::pair<std::string, std::string>>& names) {
   Graph& graph = module.graph();

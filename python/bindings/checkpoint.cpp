@@ -15,8 +15,8 @@ py::dict report_dict(const CheckpointReport& r) {
 }
 
 void save_checkpoint(CheckpointWriter& writer, int64_t step, const NamedTensors& model, const NamedTensors& optimizer,
-                     const std::string& state) {
-  writer.save(step, {model, optimizer}, parse_json(state));
+                     const std::string& state, bool unit_scaled) {
+  writer.save(step, {model, optimizer, {}, unit_scaled}, parse_json(state));
 }
 
 Register checkpoint_part([](py::module_& m) {
@@ -29,7 +29,7 @@ Register checkpoint_part([](py::module_& m) {
            py::arg("folder"), py::arg("rank"), py::arg("world"), py::arg("run_id"), py::arg("keep_last"),
            py::arg("keep_every"), py::arg("background"), py::arg("timeout"))
       .def("save", &save_checkpoint, FreeGil(), py::arg("step"), py::arg("model"), py::arg("optimizer"),
-           py::arg("state"))
+           py::arg("state"), py::arg("unit_scaled"))
       .def("wait", &CheckpointWriter::wait, FreeGil())
       .def("problem", &CheckpointWriter::problem)
       .def("take_reports", [](CheckpointWriter& writer) {
@@ -46,12 +46,12 @@ Register checkpoint_part([](py::module_& m) {
       .def("__repr__",
            [](const Checkpoint& c) {
              return c10::str("<Checkpoint of step ", c.step(), ": ", c.names().size(), " tensors, ",
-                             c.optimizer_names().size(), " of the optimiser, in ", c.folder(), ">");
+                             c.optimizer_names().size(), " of the optimizer, in ", c.folder(), ">");
            })
       .def("_repr_html_",
            [](const Checkpoint& c) {
              return c10::str("<b>Checkpoint of step ", c.step(), "</b>: ", c.names().size(), " tensors, ",
-                             c.optimizer_names().size(), " of the optimiser, in <code>", svg::escaped(c.folder()),
+                             c.optimizer_names().size(), " of the optimizer, in <code>", svg::escaped(c.folder()),
                              "</code>");
            })
       .def_static("open", &Checkpoint::open, FreeGil(), py::arg("folder"))

@@ -5,8 +5,7 @@
 namespace plumb::python {
 namespace {
 
-// plumb.Error, which Python defines (python/plumb/_errors.py). Never freed: errors may outlive the interpreter's
-// teardown.
+// plumb.Error, which Python defines (python/plumb/_errors.py). Never freed: errors may outlive the interpreter.
 py::object& error_class() {
   static auto* held = new py::object;
   return *held;

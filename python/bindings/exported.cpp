@@ -12,8 +12,7 @@ std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<ExportedProgram>> load(c
   return {std::move(engine), std::move(program)};
 }
 
-// The engine's graph with what Python keeps beside it: inputs that may have one value only, outputs that are no
-// tensors.
+// The engine's graph with what Python keeps beside it: inputs that may have one value only, outputs without tensors.
 std::shared_ptr<GraphModule> with_values(const std::shared_ptr<GraphModule>& engine,
                                          const std::vector<c10::IValue>& inputs,
                                          const std::vector<c10::IValue>& outputs) {
@@ -22,6 +21,7 @@ std::shared_ptr<GraphModule> with_values(const std::shared_ptr<GraphModule>& eng
     return engine;
   auto module =
       std::make_shared<GraphModule>(engine->graph().clone(), engine->state(), engine->in_spec(), engine->out_spec());
+  module->copy_mode(*engine);
   Graph& graph = module->graph();
   const std::vector<Node*> placeholders = graph.placeholders();
   for (size_t i = 0; i < inputs.size() && i < placeholders.size(); ++i) {
@@ -49,7 +49,7 @@ void save(const std::shared_ptr<GraphModule>& engine, const ExportedProgram* pro
 
 using Ranges = std::map<std::string, std::pair<std::optional<int64_t>, std::optional<int64_t>>>;
 
-// What pickles hold beside `ranges` and `sample_inputs`.
+// Fields of a pickle beside `ranges` and `sample_inputs`.
 auto fields(ExportedProgram& p) {
   return std::tie(p.guards, p.symbol_spelling, p.value_expressions, p.argument_names, p.submodules, p.namedtuple_fields,
                   p.opset_versions, p.torch_version, p.schema_major, p.schema_minor, p.pretrained,

@@ -149,7 +149,7 @@ void bind_graph(py::module_& m) {
 
 std::shared_ptr<GraphModule> make_module(const std::string& text, const std::vector<StateEntry>& state,
                                          const std::string& in_spec, const std::string& out_spec) {
-  // Pickles and copies of a graph of this process; whoever loads a pickle trusts it with more than operators.
+  // Pickles and copies of a graph of this process. Loading a pickle trusts it with more than operators.
   return std::make_shared<GraphModule>(parse_trusted_graph(text), to_state(state), TreeSpec::from_json(in_spec),
                                        TreeSpec::from_json(out_spec));
 }
@@ -179,9 +179,12 @@ void bind_graph_module(py::module_& m) {
            })
       .def_property_readonly(
           "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
-      .def_property_readonly("training", [](const GraphModule& g) { return g.is_training(); })
+      .def_property(
+          "training", [](const GraphModule& g) { return g.is_training(); }, &GraphModule::set_made_in_training)
+      .def_property("mode_read_at", &GraphModule::mode_read_at, &GraphModule::set_mode_read_at,
+                    "the line where the captured forward reads its training mode; empty if it does not")
       .def("state", [](const GraphModule& g) { return to_entries(g.state()); })
-      // Many at once: the module's own tables are made again for every change. Who holds its lock may wait for Python.
+      // Many at once: the module's own tables are made again for every change. Its lock's holder may wait for Python.
       .def("set_state", &GraphModule::set_state, FreeGil(), py::arg("tensors"))
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
       .def("run_passes", &run_steps, py::arg("steps"), py::arg("dump") = "");

@@ -1,4 +1,4 @@
-// Checks of what a captured forward has read besides its inputs: plumb._guards makes the entries and owns them.
+// Checks of what a captured forward has read besides its inputs: plumb._capture.guards makes the entries and owns them.
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -8,7 +8,7 @@
 namespace plumb::python {
 namespace {
 
-// What an entry of plumb._guards, (kind, holder, key, expected, contents), says of the object that it finds.
+// Kinds of an entry of plumb._capture.guards, (kind, holder, key, expected, contents): the condition on the object.
 enum class Kind {
   Item,       // holder[key] of a dict is this object
   Missing,    // holder has no such key
@@ -18,7 +18,7 @@ enum class Kind {
   Cell,       // the cell `holder` of a closure holds this object
 };
 
-// Whether a dict, list or set holds the very objects of `snapshot`. Keys and values of a dict follow each other.
+// Returns whether a dict, list or set holds the very objects of `snapshot`. A dict's keys and values alternate.
 bool holds(PyObject* container, PyObject* snapshot) {
   if (PyDict_Check(container)) {
     if (2 * PyDict_GET_SIZE(container) != PyTuple_GET_SIZE(snapshot)) return false;

@@ -10,6 +10,7 @@
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
 #include "plumb/partition/stage_specializer.h"
+#include "report.h"
 
 namespace plumb::python {
 namespace {
@@ -81,7 +82,7 @@ py::tuple balance_cuts(const GraphModule& module, int stages, const std::optiona
   return py::make_tuple(found.options.cut_before, rows, found.report());
 }
 
-// `cut` answers a Pipe for flat inputs, or None once the model is gone.
+// `cut` returns a Pipe for flat inputs, or None once the model is gone.
 std::shared_ptr<StageSpecializer> make_specializer(const Pipe& pipe, std::vector<c10::IValue> example, py::function cut,
                                                    bool same_names) {
   auto again = [cut = held(std::move(cut))](const std::vector<c10::IValue>& inputs) {
@@ -97,7 +98,7 @@ void bind_specializer(py::module_& m) {
       .def_property_readonly("captures", &StageSpecializer::captures)
       .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"), FreeGil(),
            "a graph of a stage for these sizes of the model's inputs, with the tensors of `now`")
-      // A copy is the same one. What is pickled comes without its model.
+      // Copying returns the same object. A pickled one comes without its model.
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })
       .def("__reduce__", [](const py::object&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); });
@@ -141,7 +142,7 @@ void bind_pipe_table(py::module_& m) {
                                for (const PipelineOutput& o : t.outputs) outputs.emplace_back(o.port, o.constant);
                                return outputs;
                              })
-      .def("wire_report", [](const PipeTable& t) { return wire_report(t).to_json(); })
+      .def("wire_report", [](const PipeTable& t) { return to_python(wire_report(t)); })
       .def("to_json", &PipeTable::to_json)
       .def(py::pickle([](const PipeTable& table) { return table.to_json(); },
                       [](const std::string& text) { return std::make_shared<PipeTable>(PipeTable::from_json(text)); }))

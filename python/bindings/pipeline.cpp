@@ -1,5 +1,4 @@
 // Stages at work: the runtime over Python stages and torch's process groups.
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <map>
@@ -9,28 +8,53 @@
 #include "module.h"
 #include "plumb/analysis/adapters.h"
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/runtime.h"
 
 namespace plumb::python {
 namespace {
 
-// A stage whose work is done in Python: an object with run(inputs, microbatch, sizes), parameters(), and weight_work()
-// or None.
+// f() under the GIL for a stage of Python's, which notes an exception: it becomes the cause of the step's error. Signals
+// are looked for here, as Python does so only while its own code runs.
+template <typename F>
+auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
+  return with_gil([&] {
+    try {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      return f();
+    } catch (const py::error_already_set& error) {
+      stage->attr("note")(error.value());
+      throw;
+    }
+  });
+}
+
+// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
+// its run() otherwise.
 class PyStage : public StageFunction {
  public:
-  explicit PyStage(const py::object& stage) : stage_(held(stage)), own_work_(!stage.attr("weight_work").is_none()) {
+  explicit PyStage(const py::object& stage)
+      : stage_(held(stage)),
+        own_work_(!stage.attr("weight_work").is_none()),
+        is_last_(stage.attr("is_last").cast<bool>()) {
     recompute = parse_recompute(py::getattr(stage, "recompute", py::str("cheap")).cast<std::string>());
   }
 
   Tensors forward(const Tensors& inputs) override { return run(inputs, {}); }
 
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
-    return with_gil([&] {
-      py::dict sizes;
-      for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
-      return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
-    });
+    const auto graph = in_stage(stage_, [&] { return stage_->attr("graph").cast<std::shared_ptr<GraphStage>>(); });
+    if (!graph) {
+      return in_stage(stage_, [&] {
+        py::dict sizes;
+        for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
+        return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
+      });
+    }
+    Tensors values;
+    for (const c10::IValue& v : graph->run_values({inputs.begin(), inputs.end()}, microbatch.sizes))
+      values.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
+    if (!is_last_) return values;
+    return in_stage(stage_, [&] { return stage_->attr("finish")(values, microbatch.index).cast<Tensors>(); });
   }
 
   std::vector<NamedTensor> parameters() const override {
@@ -55,47 +79,17 @@ class PyStage : public StageFunction {
 
  private:
   std::shared_ptr<py::object> stage_;
-  bool own_work_;
+  bool own_work_, is_last_;
 };
 
-// Transports of one backend share a state: each has its own range of tags, and what failed stays failed. How many
-// ranges were handed out is kept as long as the backend lives, as ranks may let go of their pipelines at different
-// times.
 ProcessGroup shared_group(const py::object& group, double timeout_seconds) {
   if (group.is_none()) return {};
   auto& process_group = group.cast<c10d::ProcessGroup&>();
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
-  ProcessGroup fresh = use_group(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&process_group),
-                                 nullptr, timeout);
-  struct Known {
-    c10::weak_intrusive_ptr<c10d::Backend> backend;
-    std::weak_ptr<ProcessGroup::State> state;
-    std::shared_ptr<int> tag_ranges;
-  };
-  static auto& known = *new std::map<c10d::Backend*, Known>();
-  auto& backend = fresh.state().backend;
-  auto it = known.find(backend.get());
-  if (it != known.end() && it->second.backend.expired()) it = known.erase(it);
-  if (it == known.end()) {
-    it = known.emplace(backend.get(), Known{c10::weak_intrusive_ptr<c10d::Backend>(backend), {}, nullptr}).first;
-    it->second.tag_ranges = std::make_shared<int>(0);
-  }
-  auto state = it->second.state.lock();
-  if (!state) {
-    // The state's end writes down how many ranges it handed out. Buffers of a failed step stay with Gloo for good.
-    auto count = it->second.tag_ranges;
-    state = std::shared_ptr<ProcessGroup::State>(new ProcessGroup::State(fresh.state()), [count](auto* s) {
-      *count = s->tag_ranges;
-      if (!s->failed) delete s;
-    });
-    state->tag_ranges = *count;
-    // Messages name ranks by their numbers among all processes.
-    const auto distributed = py::module_::import("torch.distributed");
-    state->world = distributed.attr("get_process_group_ranks")(group).cast<std::vector<int>>();
-    it->second.state = state;
-  }
-  state->timeout = timeout;
-  return ProcessGroup(state);
+  // Messages name ranks by their numbers among all processes.
+  const auto distributed = py::module_::import("torch.distributed");
+  return share_group(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&process_group),
+                     distributed.attr("get_process_group_ranks")(group).cast<std::vector<int>>(),
+                     std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
 }
 
 // stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs)
@@ -105,7 +99,7 @@ PipelineLayout make_layout(const std::vector<std::pair<std::vector<std::pair<int
   layout.num_inputs = num_inputs;
   for (const auto& [inputs, num_outputs] : stages) {
     StageLayout& stage = layout.stages.emplace_back();
-    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, index});
+    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, static_cast<size_t>(index)});
     stage.num_outputs = num_outputs;
   }
   layout.check();
@@ -183,8 +177,8 @@ void bind_stages(py::module_& m) {
       .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
       .def_property_readonly("num_stages", &PipelineLayout::num_stages)
       .def("__str__", &PipelineLayout::text);
-  py::class_<GraphStage>(m, "GraphStage",
-                         "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
+  py::class_<GraphStage, std::shared_ptr<GraphStage>>(
+      m, "GraphStage", "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
       .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>,
                     std::string>(),
            py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"))
@@ -240,7 +234,7 @@ Register pipeline_part([](py::module_& m) {
           },
           py::arg("stage"))
       .def("gather_timeline", &gather_timeline, FreeGil());
-  // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
+  // Draws the recorded events, and below them the table as simulated with costs in seconds, if there are any.
   m.def(
       "timeline_svg",
       [](const std::vector<Event>& events, const Schedule& schedule, const py::dict& costs) {

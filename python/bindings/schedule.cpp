@@ -127,7 +127,7 @@ Register schedule_part([](py::module_& m) {
       [](const std::string& text) {
         const Action action = parse_action(text);
         if (to_string(action).find_first_of("<>") != std::string::npos) {
-          throw Error(ErrorKind::InvalidArgument, "'" + text + "' is a message to a stage that is no neighbour", "",
+          throw Error(ErrorKind::InvalidArgument, "'" + text + "' is a message to a stage that is no neighbor", "",
                       "leave messages out of the table; the run adds them");
         }
         return to_tuple(action);

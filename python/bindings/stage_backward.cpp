@@ -45,7 +45,8 @@ const std::vector<py::str>& saved_attributes(Node& node) {
   return it->second;
 }
 
-// What a node saved through checkpoints. What a node saves it saves alike: the first that is plain answers for all.
+// Finds the variables that a node saved through checkpoints. A node saves all its variables alike: one plain variable
+// means that none is from a checkpoint.
 void find_in(Node& node, std::vector<CheckpointedVariable>& found) {
   bool plain = false;
   auto add = [&](const SavedVariable& variable) {
@@ -79,7 +80,7 @@ std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& no
     try {
       find_in(*node, found);
     } catch (const py::error_already_set&) {
-      // It has let go of what it saved; autograd says so when it runs.
+      // Its saved variables are released; autograd reports that when it runs.
     }
   }
   return found;
@@ -89,7 +90,8 @@ Register stage_backward_part([](py::module_& m) {
   set_find_checkpointed(&find_checkpointed);
   py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")
       .def_property_readonly("pending", &DeferredWeights::pending)
-      // Where it starts: [(node, number of its input, gradient, node that made the gradient in the input half or None)]
+      // Returns the places where it starts: [(node, number of its input, gradient, node that made the gradient in the
+      // input half or None)]
       .def_property_readonly("starts", [](const DeferredWeights& deferred) {
         std::vector<py::tuple> list;
         if (!deferred.pending()) return list;

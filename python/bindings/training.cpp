@@ -2,11 +2,13 @@
 #include <pybind11/functional.h>
 
 #include <atomic>
+#include <cmath>
 #include <csignal>
 
 #include "errors.h"
 #include "module.h"
 #include "plumb/core/json_text.h"
+#include "plumb/training/doctor.h"
 #include "plumb/training/trainer.h"
 
 namespace plumb::python {
@@ -36,6 +38,22 @@ class PythonBatches : public BatchSource {
   std::shared_ptr<py::object> source_;
 };
 
+// None for a number that is not finite, as JSON has it.
+py::object to_python(const nlohmann::json& value) {
+  if (value.is_number_integer()) return py::int_(value.get<int64_t>());
+  if (value.is_number_float() && std::isfinite(value.get<double>())) return py::float_(value.get<double>());
+  if (value.is_string()) return py::str(value.get_ref<const std::string&>());
+  if (value.is_array()) {
+    py::list list;
+    for (const auto& each : value) list.append(to_python(each));
+    return list;
+  }
+  if (!value.is_object()) return py::none();
+  py::dict dict;
+  for (const auto& [key, each] : value.items()) dict[py::str(key)] = to_python(each);
+  return dict;
+}
+
 struct PythonTrainer {
   std::atomic<bool> stop = false;
   std::unique_ptr<Trainer> trainer;
@@ -43,12 +61,15 @@ struct PythonTrainer {
 
 std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const FieldTexts& texts,
                                             std::shared_ptr<GraphModule> module, py::object batches,
-                                            std::function<void(const std::string&)> event) {
+                                            std::function<void(std::string_view, py::object)> event) {
   const TrainOptions options = read_options(config, texts);
   auto made = std::make_unique<PythonTrainer>();
   TrainHooks hooks;
   // An exception of a hook (KeyboardInterrupt among them) ends the training as it is.
-  hooks.event = [event = std::move(event)](const nlohmann::json& what) { event(what.dump()); };
+  hooks.event = [event = std::move(event)](const TrainEvent& what) {
+    py::gil_scoped_acquire gil;
+    event(kind_of(what), to_python(to_json(what)));
+  };
   hooks.stop_signal = [&stop = made->stop] { return stop ? SIGINT : 0; };
   TrainParts parts{std::move(module), nullptr};
   if (!batches.is_none()) parts.batches = std::make_unique<PythonBatches>(std::move(batches));
@@ -62,6 +83,19 @@ const Register training_part([](py::module_& m) {
       "train_toml",
       [](const std::string& config, const FieldTexts& texts) { return to_toml(read_options(config, texts)); },
       py::arg("config"), py::arg("texts"), "Every option as a TOML document.");
+  m.def(
+      "doctor",
+      [] {
+        const std::vector<Finding> findings = doctor();
+        std::vector<std::tuple<std::string, std::string, std::string>> all;
+        for (const Finding& f : findings) all.emplace_back(f.topic, f.found, f.remedy);
+        return std::make_pair(all, to_text(findings));
+      },
+      FreeGil(), "What plumb finds on this machine.");
+  m.def(
+      "train_saves_weights",
+      [](const std::string& config, const FieldTexts& texts) { return read_options(config, texts).saves_weights(); },
+      py::arg("config"), py::arg("texts"), "Whether a file will have the trained weights.");
   py::class_<PythonTrainer>(m, "Trainer")
       .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
            py::arg("event"))

@@ -1,4 +1,4 @@
-// The transforms, in place on an engine, with their reports as JSON.
+// The transforms, in place on an engine, with their reports.
 #include "module.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8_delayed.h"
@@ -8,6 +8,7 @@
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 #include "plumb/transforms/use_fp8.h"
+#include "report.h"
 
 namespace plumb::python {
 namespace {
@@ -26,19 +27,19 @@ UnitScaleOptions scale_options(const Replacements& replace, const Residuals& res
   return options;
 }
 
-// Runs a pass, which is given a report to fill, and answers that as JSON.
+// Runs a pass and returns the report that it has filled.
 template <typename F>
-std::string reported(const char* pass, GraphModule& engine, const F& run) {
+py::dict reported(const char* pass, GraphModule& engine, const F& run) {
   Report report(pass);
   run_checked(pass, [&] { return run(&report); }, engine);
-  return report.to_json();
+  return to_python(report);
 }
 
-std::pair<std::shared_ptr<GraphModule>, std::string> with_report(const std::shared_ptr<TransformedModule>& made) {
-  return {made, made->reports.back().to_json()};
+std::pair<std::shared_ptr<GraphModule>, py::dict> with_report(const std::shared_ptr<TransformedModule>& made) {
+  return {made, to_python(made->reports.back())};
 }
 
-// The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
+// The report, and for every parameter what an optimizer must know: (name, type, depth or None).
 py::tuple scale(GraphModule& engine, const Replacements& replace, const Residuals& residuals, ParameterScaling* live,
                 std::map<std::string, bool> keep) {
   UnitScaleOptions options = scale_options(replace, residuals);
@@ -46,7 +47,7 @@ py::tuple scale(GraphModule& engine, const Replacements& replace, const Residual
   options.scale_parameters = live != nullptr;
   options.keep = std::move(keep);
   MupTable mup;
-  const std::string report =
+  const py::dict report =
       reported("unit_scale", engine, [&](Report* r) { return unit_scale(engine, options, r, &mup); });
   engine.sync_module();
   std::vector<std::tuple<std::string, std::string, std::optional<int64_t>>> tags;
@@ -54,15 +55,15 @@ py::tuple scale(GraphModule& engine, const Replacements& replace, const Residual
   return py::make_tuple(report, tags);
 }
 
-std::string simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,
-                     const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
+py::dict simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,
+                  const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
   const SimulateFormatOptions options{.fwd = fwd, .bwd = bwd, .operators = operators, .exclude = exclude};
   return reported("simulate_format", engine, [&](Report* r) { return simulate_format(engine, options, r); });
 }
 
-std::string fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
-                const std::string& recipe, int64_t history, const std::vector<std::string>& operators,
-                const std::vector<std::string>& exclude) {
+py::dict fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
+             const std::string& recipe, int64_t history, const std::vector<std::string>& operators,
+             const std::vector<std::string>& exclude) {
   const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe, history};
   return reported("use_fp8", engine, [&](Report* r) { return use_fp8(engine, options, r); });
 }

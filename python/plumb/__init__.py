@@ -23,10 +23,11 @@ from ._C import allow_operators as allow_operators
 from ._C import keep_freed_memory as keep_freed_memory
 from ._C import parse_graph as parse_graph
 from ._C import release_freed_memory as release_freed_memory
-from ._capture import GraphModule as GraphModule
-from ._capture import capture as capture
+from ._capture.forward import capture as capture
+from ._doctor import doctor as doctor
 from ._exported import load_pt2 as load_pt2
 from ._exported import save_pt2 as save_pt2
+from ._graph_module import GraphModule as GraphModule
 from ._recorder import History as History
 from ._recorder import Recorder as Recorder
 from ._recorder import read_history as read_history

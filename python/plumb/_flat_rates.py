@@ -1,4 +1,4 @@
-"""A word on optimisers that give unit-scaled parameters the rates of plain ones."""
+"""A word on optimizers that give unit-scaled parameters the rates of plain ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rated(parameter: torch.Tensor) -> None:
 
 
 def watch() -> None:
-    """From here on the first step of an optimiser is looked at."""
+    """From here on the first step of an optimizer is looked at."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_look_at))
 

@@ -28,7 +28,7 @@ _OUTSIDE_OF_PATHS = re.compile(r"[^0-9A-Za-z_.@+ -]")
 
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """An input of a graph under this name, or the nearest one that a Python argument may have there."""
+    """Returns an input of a graph under this name, or the nearest one that a Python argument may have there."""
     word = _OUTSIDE_OF_WORDS.sub("_", name)
     node = graph.placeholder(f"x_{word}" if word in ("", "self") else word)
     node.target = node.name  # torch.fx has made it the one of a free variable
@@ -36,7 +36,7 @@ def placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def path(name: str) -> str:
-    """A dotted name as torch.fx may write it between quotes."""
+    """Returns a dotted name as torch.fx may write it between quotes."""
     return _OUTSIDE_OF_PATHS.sub("_", name)
 
 
@@ -65,7 +65,7 @@ def _forget(key: str) -> None:
 
 
 def graph_module(root: nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> fx.GraphModule:
-    """A `torch.fx.GraphModule` whose source, which torch would keep for ever, goes when it goes."""
+    """Returns a `torch.fx.GraphModule` whose source, which torch would keep for ever, goes when it goes."""
     made = fx.GraphModule(root, graph, class_name=class_name)
     weakref.finalize(made, _forget, type(made).forward.__code__.co_filename)
     return made
@@ -112,7 +112,7 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
             if node.results[0].name not in env:
                 note(node.results[0], attribute(node))
         elif node.target == "plumb::guard_requires_grad":
-            continue  # whoever takes such a graph guards it, and asks below autograd
+            continue  # a graph that is taken so is guarded by its owner, who asks below autograd
         elif node.op == "call_function":
             set_grad(node.grad_enabled)
             args, kwargs = [], {}
@@ -143,9 +143,10 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
 
 
 def engine_to_fx(engine: Any, training: bool, lift_constants: bool = False) -> tuple[fx.GraphModule, list[str]]:
-    """`lift_constants`: they go through ``lift_fresh``, so that a tracer with fake tensors takes them. The result takes the
-    parameters and buffers that are named beside it, then the tensor inputs, and returns a flat tuple. They are inputs, not
-    members, so that whoever traces the module sees them as the module's own."""
+    """Makes a torch.fx graph of an engine. `lift_constants`: they go through ``lift_fresh``, so that a tracer with fake
+    tensors takes them. The result takes the parameters and buffers that are named beside it, then the tensor inputs,
+    and returns a flat tuple. They are inputs, not members, so that a tracer of the module sees them as the module's
+    own."""
     root = nn.Module()
     constants = {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
     graph = fx.Graph()
@@ -169,6 +170,6 @@ def engine_to_fx(engine: Any, training: bool, lift_constants: bool = False) -> t
 
 
 def to_fx(module: nn.Module) -> fx.GraphModule:
-    """Of a :class:`plumb.GraphModule`; the names are in ``attributes``."""
+    """Makes the torch.fx graph of a :class:`plumb.GraphModule`; the names are in ``attributes``."""
     gm, gm.attributes = engine_to_fx(module._engine, module.training)
     return gm

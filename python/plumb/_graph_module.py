@@ -9,22 +9,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _C
+from ._capture.custom_functions import refuse_holders
+from ._capture.guards import Guards, enabled_autocast
 from ._errors import Error, ErrorKind
-from ._guards import Guards, enabled_autocast
 from ._state import member, own_parameters, put_state, sync_state
-from ._tracing import refuse_holders
 from ._trees import check_plain_inputs, children, structure_error, unflatten
 
 
 @torch._dynamo.assume_constant_result
 def _make_fx(module: GraphModule) -> tuple[str, ...]:
-    """Makes the module's torch.fx graph, which Dynamo cannot follow; answers the names of the tensors that it takes."""
+    """Makes the module's torch.fx graph, which Dynamo cannot follow; returns the names of the tensors that it takes."""
     return tuple(module.to_fx().attributes)
 
 
 @torch._dynamo.assume_constant_result
 def _asked(module: GraphModule) -> tuple[tuple[int, bool], ...]:
-    """Inputs by their number of which the forward has asked whether they require a gradient, and the answer."""
+    """Returns, for each input whose requires_grad the forward has read, its number and the value."""
     nodes = module.graph.nodes
     places = {node.results[0].name: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
     return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
@@ -57,7 +57,6 @@ class GraphModule(nn.Module):
         super().__init__()
         self._autocast = autocast
         self.__dict__["_guards"] = guards or Guards()
-        self._mode_line = self._guards.mode_line
         self.training = self._made_in_training = training
         self._has_mode: bool | None = None
         self.__dict__["_engine"] = engine
@@ -120,8 +119,8 @@ class GraphModule(nn.Module):
     _made_how, _make_again = "the graph was captured", "capture again"
 
     def check_call(self) -> None:
-        """Raises `plumb.Error` if what the graph was made for besides its inputs is not there: mode, autocast, what the original
-        reads."""
+        """Raises `plumb.Error` if what the graph was made for besides its inputs has changed: mode, autocast,
+        attributes."""
         self.check_mode()
         if (now := enabled_autocast()) and not self._holds_casts():
             dtypes = ", ".join(f"{dtype} ({device})" for device, dtype in now)
@@ -139,7 +138,8 @@ class GraphModule(nn.Module):
             )
 
     def _holds_casts(self) -> bool:
-        """Whether the graph was captured under autocast; of one of unknown origin: whether it has any value of half precision."""
+        """Returns whether the graph was captured under autocast; of one of unknown origin: whether it has any value of
+        half precision."""
         if self._autocast is None:
             values = [value.meta for node in self.graph.nodes for value in node.results if value.is_tensor]
             half = any(meta is not None and meta["dtype"] in (torch.bfloat16, torch.float16) for meta in values)
@@ -152,15 +152,16 @@ class GraphModule(nn.Module):
         if self.training == self._made_in_training:
             return
         if self._has_mode is None:
-            self._has_mode = bool(self._mode_line) or _C.depends_on_mode(self.graph, self._made_in_training)
+            self._has_mode = bool(self._engine.mode_read_at) or _C.depends_on_mode(self.graph, self._made_in_training)
         if self._has_mode:
-            modes = ("evaluation", "training")
+            modes, line = ("evaluation", "training"), self._engine.mode_read_at
             raise Error(
                 f"{self._made_how} in {modes[self._made_in_training]} mode and cannot change to "
                 f"{modes[self.training]} mode",
                 kind=ErrorKind.InvalidState,
-                where=self._mode_line and f"the forward reads self.training: {self._mode_line}",
-                remedy=f"set the model to the other mode, model.{'train' if self.training else 'eval'}(), and do it again",
+                where=line and f"the forward reads self.training: {line}",
+                remedy=f"set the model to the other mode, model.{'train' if self.training else 'eval'}(), and do it again; "
+                "to have both, capture or save both",
             )
 
     def __repr__(self) -> str:
@@ -169,7 +170,7 @@ class GraphModule(nn.Module):
         return f"{type(self).__name__}({_C.summary(self.graph)}; {parameters} parameters, made in {mode} mode)"
 
     def to_fx(self) -> torch.fx.GraphModule:
-        """The graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
+        """Returns the graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
         from ._fx import to_fx
 
         if self.__dict__.get("_fx") is None:
@@ -191,7 +192,6 @@ class GraphModule(nn.Module):
         own_parameters(engine)
         call = (self._in_spec, self._out_spec, self._plain_inputs, self._plain_outputs)
         made = GraphModule(engine, *call, self.notes, self._program, self._made_in_training, self._autocast)
-        made._mode_line = self._mode_line
         return made.train(self.training)
 
     # --- copies: the graph travels as text, the state as tensors ---
@@ -200,15 +200,17 @@ class GraphModule(nn.Module):
         state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx", "_guards")}
         state["_text"] = self._engine.graph.to_string()
         state["_specs"] = self._engine.specs()
+        state["_mode"] = self._engine.training, self._engine.mode_read_at
         sync_state(self._engine, self._slots)
         state["_state"] = self._engine.state()
         return state
 
     def __setstate__(self, state: dict) -> None:
-        text, specs, tensors = state.pop("_text"), state.pop("_specs"), state.pop("_state")
+        text, specs, tensors, mode = (state.pop(key) for key in ("_text", "_specs", "_state", "_mode"))
         self.__dict__.update(state)
         self.__dict__.update(_fx=None, _guards=Guards())
         self.__dict__["_engine"] = _C.GraphModule(text, tensors, *specs)
+        self._engine.training, self._engine.mode_read_at = mode
         self.take_state()
 
     def take_state(self) -> None:

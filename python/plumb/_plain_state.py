@@ -16,9 +16,9 @@ _REMEDY = "a state of numbers, texts, bytes, tensors, arrays, lists, tuples and 
 
 
 def to_plain(value: Any, where: str = "state") -> Any:
-    """What JSON holds, from which :func:`from_plain` makes an equal value: None, bools, ints, texts, finite floats and lists
-    as they are, dicts with texts as keys as {"dict": {...}}, all else as an object with one key that names the type. Raises
-    :class:`plumb.Error` that names the place of what it cannot keep."""
+    """Returns a value that JSON holds and from which :func:`from_plain` makes an equal value: None, bools, ints, texts,
+    finite floats and lists as they are, dicts with texts as keys as {"dict": {...}}, all else as an object with one key
+    that names the type. Raises :class:`plumb.Error` that names the place of a value that it cannot keep."""
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:  # (JSON's numbers end at 64 bits)
@@ -46,7 +46,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
 
 
 def from_plain(plain: Any) -> Any:
-    """The value again. Raises :class:`plumb.Error` for what :func:`to_plain` does not make."""
+    """Inverse of :func:`to_plain`. Raises :class:`plumb.Error` if that cannot have made the value."""
     try:
         return _value(plain)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:

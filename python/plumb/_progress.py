@@ -13,7 +13,7 @@ _EVERY = 0.1  # seconds between two pictures
 
 
 def _notebook() -> Any:
-    """What shows HTML in the notebook that this runs in; None elsewhere."""
+    """Returns the object that shows HTML in the notebook that this runs in; None elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return None

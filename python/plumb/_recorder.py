@@ -62,12 +62,12 @@ class Recorder:
     measured; where a step has several (microbatches, accumulated gradients), a tensor's elements of all of them are
     measured as one tensor. `append` goes on with a history that is there.
 
-    Of several processes that train one model each gives its `rank` and writes a file of its own, ``PATH.rankN``;
+    Each of several processes that train one model gives its `rank` and writes a file of its own, ``PATH.rankN``;
     ``plumb.read_history(PATH)`` reads them as one. `stage`: the module is that stage of a pipeline; a rank that holds
     several gives a dict of them instead, ``{stage: module}``, and one ``step()`` is for all. With any of these, rules may
     fit nothing in the modules.
 
-    `writers` are told every step too: :class:`plumb.TensorBoardWriter`, :class:`plumb.WandbWriter`, or anything with
+    `writers` get every step too: :class:`plumb.TensorBoardWriter`, :class:`plumb.WandbWriter`, or anything with
     ``write(step, scalars, rows)`` and ``close()``; `rows` is a :class:`History` of this one step, None where no rule asked.
 
     Errors (:class:`plumb.Error`): rules that cannot be read or fit no tensor (when the module first runs), a file that
@@ -115,7 +115,7 @@ class Recorder:
         self._places = [self._take_over(m, n) for n, m in modules.items()]
 
     def _take_over(self, module: nn.Module, stage: int) -> tuple[nn.Module, Any, _RecordedForward]:
-        """The module, its forward as it was, and the one that it has now."""
+        """Returns the module, its forward as it was, and the one that it has now."""
         engine = self._engine
 
         def attach(_: nn.Module, captured: CapturedGraph) -> dict:
@@ -128,8 +128,8 @@ class Recorder:
         return module, before, forward
 
     def step(self, **scalars: float) -> int:
-        """The step is over: writes what its rules ask for, and numbers of your own (``loss=...``). Answers how many
-        tensors and gradients were recorded."""
+        """Ends the step: writes what its rules ask for, and numbers of your own (``loss=...``). Returns how
+        many tensors and gradients were recorded."""
         engine = self._engine
         numbers = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         told = {name: float(value) for name, value in numbers.items()}
@@ -168,7 +168,7 @@ class Recorder:
 class History:
     """A recorder's measurements (:func:`read_history`). A row is a tensor, or its gradient, in one step.
 
-    - ``tensors``: a list of dicts: name, module, operator, dtype, sizes, and stage and rank, None where nobody told.
+    - ``tensors``: a list of dicts: name, module, operator, dtype, sizes, and stage and rank, None if unknown.
     - ``columns``: numpy arrays by name, one entry a row: step, tensor (index into `tensors`), backward, by_condition,
       mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count. Statistics are float64, NaN where no rule asked.
     - ``events``: where a rule's condition held: step, rule, condition, count, first.
@@ -203,7 +203,7 @@ class History:
         return self._engine.histograms()
 
     def scalars(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The numbers given to ``step()``: steps and values by name."""
+        """Returns the numbers given to ``step()``: steps and values by name."""
         found: dict[str, tuple[list, list]] = {}
         for step, name, value in self._engine.scalars():
             steps, values = found.setdefault(name, ([], []))
@@ -212,8 +212,8 @@ class History:
         return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in found.items()}
 
     def to_dataframe(self, *statistics: str) -> Any:
-        """A pandas DataFrame, a row a tensor and step, with names instead of numbers. `statistics` are added as columns.
-        Counts are whole numbers, missing (``pandas.NA``) where no rule asked for them."""
+        """Returns a pandas DataFrame, a row a tensor and step, with names instead of numbers. `statistics` are added as
+        columns. Counts are whole numbers, missing (``pandas.NA``) where no rule asked for them."""
         import pandas as pd
 
         columns = dict(self.columns)

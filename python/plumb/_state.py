@@ -58,7 +58,7 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
 
 
 def slot_of(module: nn.Module, name: str) -> tuple[dict, str]:
-    """The table that holds a parameter or buffer of this full name, and its key there."""
+    """Returns the table that holds a parameter or buffer of this full name, and its key there."""
     *path, leaf = name.split(".")
     for part in path:
         module = module._modules[part]
@@ -74,8 +74,8 @@ _ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks bef
 
 
 def put_state(module: nn.Module, state: list[tuple[str, int, Tensor, bool]]) -> list[tuple[dict, str, str, Tensor]]:
-    """Makes an engine's state parameters and buffers of `module`, and modules for the dots of their names. Answers their
-    slots. Names may come from a file: raises `plumb.Error` for what no module can have."""
+    """Makes an engine's state parameters and buffers of `module`, and modules for the dots of their names. Returns
+    their slots. Names may come from a file: raises `plumb.Error` for what no module can have."""
     slots: list[tuple[dict, str, str, Tensor]] = []
     for name, kind, tensor, persistent in state:
         if kind == CONSTANT:

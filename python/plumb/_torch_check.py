@@ -21,8 +21,8 @@ def _minor(version: str) -> str:
 
 
 def refusal(found: str, where: str) -> str | None:
-    """The error for torch `found` in the folder `where`, None if it fits. torch keeps no binary interface between its
-    minor versions."""
+    """Returns the error for torch `found` in the folder `where`, None if it fits. torch keeps no binary interface
+    between its minor versions."""
     facts = built()
     wanted = _minor(facts["TORCH"])
     if _minor(found) == wanted:

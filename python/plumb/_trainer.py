@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any, NamedTuple
@@ -32,14 +33,14 @@ _METHODS = {
 
 
 class TrainResult(NamedTuple):
-    """What :meth:`Trainer.run` answers."""
+    """The result of :meth:`Trainer.run`."""
 
     steps: int
     """The last step that was done."""
     loss: float
-    """Of that step, over all its rows."""
+    """The loss of that step, over all its rows."""
     eval_loss: float | None
-    """Of the last evaluation."""
+    """The loss of the last evaluation."""
     stopped: bool
     """:meth:`Trainer.stop` was called."""
 
@@ -63,7 +64,8 @@ class Trainer:
     The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
     options give the same bits as the command. `hooks`: an object with any of the methods ``on_start``, ``on_resume``,
     ``on_step``, ``on_eval``, ``on_checkpoint``, ``on_problem``, ``on_save``, ``on_stop``; each gets a dict, as ``--json``
-    prints it, and ``on_event`` gets those of all other kinds. An exception of a hook ends the training. `progress`: whether
+    prints it, and ``on_event`` gets those of all other kinds. A problem that no ``on_problem`` takes is a warning: that nothing
+    will keep the trained weights of a file, among them. An exception of a hook ends the training. `progress`: whether
     :meth:`run` draws a bar; None: in a terminal (on standard error) and in a notebook.
 
     Errors (:class:`plumb.Error`) name the option and say what to give instead.
@@ -103,6 +105,10 @@ class Trainer:
         self.options = _C.train_toml(path, texts)
         """Every option, as a TOML document."""
         self._trainer = _C.Trainer(path, texts, engine, batches, self._tell)
+        first = os.environ.get("RANK", "0") == "0"
+        if engine is None and first and not _C.train_saves_weights(path, texts):
+            problem = "what is learned will be lost: no save, save_hf or checkpoints, and the model is a file"
+            self._tell(json.dumps({"problem": problem}))
 
     def run(self) -> TrainResult:
         """Trains to the last step, once. An error of the training is a :class:`plumb.Error`."""
@@ -134,16 +140,16 @@ class Trainer:
         at = f"step {self._done['step']} of {self._done['steps']}" + (f", loss {loss:.4g}" if loss is not None else "")
         return at if self._trainer is not None else f"ended at {at}"
 
-    def _tell(self, text: str) -> None:
-        event = json.loads(text)
-        if "step" in event and "steps" in event:
+    def _tell(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "step":
             self._done = event
             if self._progress is not None:
                 self._progress.step(event)
-        name = next((method for key, method in _METHODS.items() if key in event), "on_event")
-        method = getattr(self._hooks, name, None)
+        method = getattr(self._hooks, _METHODS.get(kind, "on_event"), None)
         if method is not None:
             method(event)
+        elif problem := event.get("problem", event.get("checkpoint_problem")):
+            warnings.warn(problem, stacklevel=3)  # at the line that makes or runs the trainer
 
 
 def _texts(value: Any) -> list[str]:

@@ -82,17 +82,18 @@ def _build(spec: Any, leaves: Iterator) -> Any:
 
 
 def unflatten(leaves: list, spec: Any) -> Any:
-    """As torch.utils._pytree, which makes a tuple of a torch.Size."""
+    """Builds a tree from its leaves, as torch.utils._pytree, which makes a tuple of a torch.Size."""
     return _build(spec, iter(leaves)) if _has_sizes(spec) else pytree.tree_unflatten(leaves, spec)
 
 
 def plain_value(x: Any) -> Any:
-    """An input that is no tensor, to be held against those of later calls; arrays may be written meanwhile."""
+    """Returns an input that is no tensor, to be held against those of later calls; arrays may be written meanwhile."""
     return None if isinstance(x, Tensor) else x.copy() if isinstance(x, np.ndarray) else x
 
 
 def hashed(x: Any) -> Any:
-    """What tells inputs that are no tensors apart: 1, 1.0 and True are three, 0.0 and -0.0 two, and NaN is NaN."""
+    """Returns a key that distinguishes inputs that are no tensors: 1, 1.0 and True are three, 0.0 and -0.0 two, and NaN
+    is NaN."""
     if isinstance(x, np.ndarray):
         return type(x), x.dtype.str, x.shape, x.tobytes()
     return type(x), repr(x) if isinstance(x, (float, complex)) else x
@@ -129,7 +130,7 @@ def register_named_tuples(spec: Any) -> None:
 
 
 def _find_named_tuple(name: str) -> type | None:
-    """The class of this full name, if a module that is imported already has it."""
+    """Returns the class of this full name, if a module that is imported already has it."""
     module, _, path = name.rpartition(".")
     found = getattr(sys.modules.get(module), "__dict__", {}).get(path)
     return found if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields") else None
@@ -160,7 +161,7 @@ def flatten_output(output: Any) -> tuple[list, Any]:
 
 
 def children(spec: Any) -> list:
-    """The parts of a tree spec."""
+    """Returns the parts of a tree spec."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs  # older torch has the list alone
 
 
@@ -174,7 +175,7 @@ def _in_words(spec: Any) -> str:
 
 
 def _differences(want: Any, got: Any, name: str) -> list[str]:
-    """How an input differs from what is expected, by name: one difference for each place."""
+    """Returns how an input differs from what is expected, by name: one difference for each place."""
     if want == got:
         return []
     w, g = children(want), children(got)
@@ -185,8 +186,8 @@ def _differences(want: Any, got: Any, name: str) -> list[str]:
 
 
 def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], remedy: str) -> Error:
-    """The error for inputs that are built differently from what a graph was made for, in terms of the call. `names`: one
-    for each leaf of the inputs; a positional input that is no leaf is known by its number."""
+    """Returns the error for inputs that are built differently from what a graph was made for, in terms of the call.
+    `names`: one for each leaf of the inputs; a positional input that is no leaf is known by its number."""
     want_args, want_kwargs = map(children, children(in_spec))
     keywords = dict(zip(children(in_spec)[1].context or [], want_kwargs))
     positional, leaf = [], 0

@@ -52,7 +52,7 @@ def _take_mark(
 def _refuse_alone(path: str, module: nn.Module, args: tuple) -> None:
     for known, by_functions in getattr(_local, "captured", []):
         if id(module) in known:
-            # What a custom autograd function calls, and calls again in its backward, no graph shows.
+            # Calls of a custom autograd function, and their repetition in its backward, show in no graph.
             if getattr(_local, "functions", 0):
                 by_functions[path] = module
             return
@@ -111,7 +111,7 @@ def mark(module: nn.Module) -> None:
     unmark(module)
     mark_state_dict(module)
     for path, sub in module.named_modules():
-        # Whoever reads a parametrized weight calls what makes it.
+        # Reading a parametrized weight calls the module that makes it.
         makes_weights = "parametrizations" in path.split(".")
         # A scripted module takes no hook.
         if sub is module or makes_weights or isinstance(sub, (*_WITHOUT_FACTOR, torch.jit.ScriptModule)):

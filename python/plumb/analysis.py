@@ -130,7 +130,7 @@ def _drawn(graph: Graph) -> List[Node]:
 
 
 def graph_to_dataframe(g: Graph) -> "pd.DataFrame":
-    """A row for each tensor and direction of ``track_scales(module).scales_graph()``.
+    """Returns a row for each tensor and direction of ``track_scales(module).scales_graph()``.
 
     Columns: ``layer``, ``weight tensor``, ``direction`` (``fwd``, ``bwd``), ``tensor type`` (``x``, ``w``, ``grad_x``,
     ``grad_w``) and the full names of :class:`plumb.transforms.Metrics`; None where nothing was measured.
@@ -181,7 +181,7 @@ def _draw_ranges(
     previous = None
     for x in sorted(x for x in at if ends[0] <= x <= ends[1]):
         axes.axvline(x, color="grey", linewidth=0.8, dashes=(3, 2), zorder=0)
-        # Labels of near neighbours go below one another.
+        # Labels of near neighbors go below one another.
         level = (level + 1) % 3 if previous is not None and x / previous < 16 else 0
         axes.text(x, rows - 0.4 + 0.9 * level, "\n".join(at[x]), ha="center", va="top", size=8, color="dimgrey")
         previous = x
@@ -197,7 +197,7 @@ def _draw_error_bars(axes: "Axes", row: dict[Node, int], directions: Sequence[st
 
 
 def _draw_at_the_edges(axes: "Axes", row: dict[Node, int], left_out: Iterable, ends: Tuple[float, float], zeros: bool) -> dict:
-    """Writes values that a logarithmic axis does not have at its ends; answers where each stands."""
+    """Writes values that a logarithmic axis does not have at its ends. Returns the position of each."""
     spots = {}
     for n, d, value in left_out:
         if math.isnan(value) or math.isinf(value):

@@ -1,7 +1,7 @@
 """Checkpoints of a training run: :func:`save` and :func:`load`, and :class:`Writer` for saving in the background.
 
 A checkpoint is a folder ``step-00000120`` of safetensors files and one ``checkpoint.json``; there is no pickle in it. Tensors
-have the model's own names, the optimiser's state is ``exp_avg/NAME`` and the like. It is there whole or not at all, may be
+have the model's own names, the optimizer's state is ``exp_avg/NAME`` and the like. It is there whole or not at all, may be
 loaded at another cut, and is read by ``transformers``, ``safetensors`` and ``torch.distributed.checkpoint``.
 """
 
@@ -28,6 +28,7 @@ Model = Union[nn.Module, Mapping[str, Tensor], Iterable[Any], Any]
 
 __all__ = ["Checkpoint", "Writer", "load", "newest", "save"]
 
+_ABOUT_WEIGHTS = {"unit_scaled", "tagged"}  # keys of a checkpoint's document; older ones lack some
 
 
 def _parts(model: Model) -> Iterator[Mapping[str, Any]]:
@@ -72,11 +73,36 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def _is_unit_scaled(tensors: Mapping[str, Tensor]) -> bool | None:
-    """None if that cannot be told: parts of a model bear no mark, and weights of plumb.nn's layers have tags as well."""
-    if any(name.endswith(MARK) for name in tensors):
-        return True
-    return None if any(isinstance(t, nn.Parameter) and has_parameter_data(t) for t in tensors.values()) else False
+def _tags(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Returns for each parameter if it has the tag of unit-scaled weights, which stages' parameters have, too. A dict's plain
+    tensors do not tell."""
+    return {name: has_parameter_data(t) for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+
+
+def _is_marked(names: Iterable[str]) -> bool:
+    return any(name.endswith(MARK) for name in names)
+
+
+def _refuse_other_weights(checkpoint: Checkpoint, document: Any, model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses plain weights for a unit-scaled model and the reverse, before anything is changed."""
+    document = document if isinstance(document, dict) else {}
+    scaled, here = document.get("unit_scaled"), _tags(tensors)
+    saved = document.get("tagged")  # older checkpoints do not say it
+    saved = saved if isinstance(saved, dict) else {}
+    other = next((name for name, tag in here.items() if saved.get(name, tag) != tag), None)
+    of = f" ('{other}')" if other else ""
+    if (other and here[other]) or (scaled is False and _is_marked(tensors)):
+        raise Error(
+            f"{checkpoint.folder}: its weights are plain, and the model is unit-scaled{of}",
+            kind=ErrorKind.InvalidState,
+            remedy="load it into the plain model, then plumb.transforms.unit_scale it (of a captured graph preserve=True keeps what it computes)",
+        )
+    if other or (scaled is True and isinstance(model, nn.Module) and not any(here.values())):
+        raise Error(
+            f"{checkpoint.folder}: its weights are unit-scaled, and the model is not{of}",
+            kind=ErrorKind.InvalidState,
+            remedy="load it into the unit-scaled model, then plumb.transforms.fold",
+        )
 
 
 def _names(tensors: dict[str, Tensor]) -> dict[int, str]:
@@ -91,14 +117,14 @@ def _named(
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise Error(
-                f"the optimiser has a parameter of shape {unknown[0]} that is none of the model's",
-                remedy="give the model whose parameters the optimiser steps",
+                f"the optimizer has a parameter of shape {unknown[0]} that is none of the model's",
+                remedy="give the model whose parameters the optimizer steps",
             )
         yield group, [(names[id(p)], p) for p in group["params"]]
 
 
 def _plain(value: Any, what: str) -> Any:
-    """An option or state of an optimiser as JSON that comes back the same."""
+    """Returns an option or state of an optimizer as JSON that comes back the same."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     plain = list(value) if isinstance(value, tuple) else value
@@ -117,7 +143,7 @@ def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tupl
     groups, values = [], {}
     for group, members in _named(optimizer, names):
         options = {
-            k: _plain(v, f"the optimiser's '{k}'") for k, v in group.items() if k not in ("params", "param_names")
+            k: _plain(v, f"the optimizer's '{k}'") for k, v in group.items() if k not in ("params", "param_names")
         }
         groups.append({"params": [name for name, _ in members], "options": options})
         for name, parameter in members:
@@ -125,7 +151,7 @@ def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tupl
                 if isinstance(value, Tensor):
                     tensors.append((f"{key}/{name}", value))
                 elif value is not None:
-                    values[f"{key}/{name}"] = _plain(value, f"the optimiser's '{key}' of '{name}'")
+                    values[f"{key}/{name}"] = _plain(value, f"the optimizer's '{key}' of '{name}'")
     return tensors, {"groups": groups, "values": values}
 
 
@@ -133,7 +159,7 @@ class Writer:
     """Writes checkpoints of a run into `folder`, by default while training goes on.
 
     With a process group (`group`, or the default one if there is one) every rank makes a writer and saves its part: its
-    stages and its optimiser. A tensor that several ranks have is written by the first of them.
+    stages and its optimizer. A tensor that several ranks have is written by the first of them.
 
     Args:
         folder: the run's; all ranks see the same.
@@ -173,7 +199,7 @@ class Writer:
     def save(
         self, model: Model, optimizer: torch.optim.Optimizer | None = None, *, step: int, state: Any = None
     ) -> None:
-        """Saves the model (a module, a stage, a schedule, a dict of tensors, or a list of these), the optimiser over its
+        """Saves the model (a module, a stage, a schedule, a dict of tensors, or a list of these), the optimizer over its
         parameters, and `state`: anything that JSON holds; that of rank 0 counts. All ranks call it.
 
         What befalls files and other ranks does not raise: see :meth:`problem`."""
@@ -182,14 +208,16 @@ class Writer:
         about: dict[str, Any] = {"groups": [], "values": {}}
         if optimizer is not None:
             own, about = _optimizer_part(optimizer, _names(tensors))
-        of_ranks = self._gather((list(tensors), [name for name, _ in own], about, _is_unit_scaled(tensors)))
-        scaled = {scaled for *_, scaled in of_ranks}
+        of_ranks = self._gather((list(tensors), [name for name, _ in own], about, _tags(tensors)))
+        marked = any(_is_marked(names) for names, *_ in of_ranks)
+        tagged = {name: tag for *_, tags in of_ranks for name, tag in tags.items()}
         others = [set().union(*(rank[i] for rank in of_ranks[: self._rank])) for i in (0, 1)]
         document = {
             "state": state,
             "groups": [group for *_, about, _ in of_ranks for group in about["groups"]],
             "values": {name: value for *_, about, _ in of_ranks for name, value in about["values"].items()},
-            "unit_scaled": True if True in scaled else None if None in scaled else False,
+            "unit_scaled": True if marked else None if any(tagged.values()) else False,
+            "tagged": tagged,
         }
         try:
             text = json.dumps(document, allow_nan=False)
@@ -202,6 +230,7 @@ class Writer:
             [(name, tensor) for name, tensor in tensors.items() if name not in others[0]],
             [(name, tensor) for name, tensor in own if name not in others[1]],
             text,
+            marked or any(tagged.values()),
         )
 
     def wait(self) -> None:
@@ -209,11 +238,11 @@ class Writer:
         self._writer.wait()
 
     def problem(self) -> str | None:
-        """The error of the last finished save, None if it succeeded. The next save is tried all the same."""
+        """Returns the error of the last finished save, None if it succeeded. The next save is tried all the same."""
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Of the saves done since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
+        """Returns the saves since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
         return self._writer.take_reports()
 
 
@@ -228,7 +257,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     timeout: float = 300.0,
 ) -> str:
-    """Writes the checkpoint of a step into the run's folder and answers its own folder; see :class:`Writer`. Raises
+    """Writes the checkpoint of a step into the run's folder and returns its own folder; see :class:`Writer`. Raises
     :class:`plumb.Error` if it could not be written."""
     writer = Writer(folder, keep_last=keep_last, background=False, group=group, timeout=timeout)
     writer.save(model, optimizer, step=step, state=state)
@@ -238,8 +267,8 @@ def save(
 
 
 def newest(folder: str | os.PathLike) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run whose every byte is as it was written, or None; and for each newer one a sentence
-    that says what is wrong with it."""
+    """Returns the newest checkpoint of a run whose every byte is as it was written, or None; and for each newer one a
+    sentence that says what is wrong with it."""
     return _C.Checkpoint.newest(os.fspath(folder))
 
 
@@ -266,16 +295,16 @@ def _load_optimizer(checkpoint: Checkpoint, about: Mapping[str, Any], optimizer:
         saved = [options.get(name, options.get(ties.get(name, ""))) for name, _ in members]
         if None in saved:
             raise Error(
-                f"{checkpoint.folder}: no optimiser's state of '{members[saved.index(None)][0]}' was saved",
+                f"{checkpoint.folder}: no optimizer's state of '{members[saved.index(None)][0]}' was saved",
                 kind=ErrorKind.UnknownName,
-                remedy="save with the optimiser, or load without",
+                remedy="save with the optimizer, or load without",
             )
         if any(other != saved[0] for other in saved):
             raise Error(
                 f"{checkpoint.folder}: parameters of one group, '{members[0][0]}' among them, were saved with different"
                 " options",
                 kind=ErrorKind.TensorMismatch,
-                remedy="make the optimiser's groups as they were",
+                remedy="make the optimizer's groups as they were",
             )
         for key, value in (saved[0] if saved else {}).items():
             now = group.get(key)
@@ -308,7 +337,7 @@ def load(
     *,
     whole: bool | None = None,
 ) -> tuple[int, Any]:
-    """Loads a checkpoint into a model that is there, in place, and answers its step and state.
+    """Loads a checkpoint into a model that is there, in place, and returns its step and state.
 
     Args:
         folder: of one checkpoint, or of a run: then the newest that is whole.
@@ -334,27 +363,15 @@ def load(
             remedy="load it into the model that it was saved from, or say whole=False",
         )
     document = json.loads(checkpoint.state())
-    by_python = isinstance(document, dict) and set(document) - {"unit_scaled"} == {"state", "groups", "values"}
-    scaled = document.get("unit_scaled") if isinstance(document, dict) else None
-    if scaled is False and _is_unit_scaled(all_tensors):
-        raise Error(
-            f"{checkpoint.folder}: its weights are plain, and the model is unit-scaled",
-            kind=ErrorKind.InvalidState,
-            remedy="load it into the plain model, then plumb.transforms.unit_scale it (of a captured graph preserve=True keeps what it computes)",
-        )
-    if scaled is True and isinstance(model, nn.Module) and not any(map(has_parameter_data, model.parameters())):
-        raise Error(
-            f"{checkpoint.folder}: its weights are unit-scaled, and the model is not",
-            kind=ErrorKind.InvalidState,
-            remedy="load it into the unit-scaled model, then plumb.transforms.fold",
-        )
+    by_python = isinstance(document, dict) and set(document) - _ABOUT_WEIGHTS == {"state", "groups", "values"}
+    _refuse_other_weights(checkpoint, document, model, all_tensors)
     checkpoint.load(list(tensors.items()))
     if optimizer is not None:
         if not by_python:
             raise Error(
-                f"{checkpoint.folder}: was written by another trainer, which keeps the options of its optimiser itself",
+                f"{checkpoint.folder}: was written by another trainer, which keeps the options of its optimizer itself",
                 kind=ErrorKind.Unsupported,
-                remedy="load without the optimiser; its state is in read_optimizer(name)",
+                remedy="load without the optimizer; its state is in read_optimizer(name)",
             )
         _load_optimizer(checkpoint, document, optimizer, _names(tensors))
     return checkpoint.step, document["state"] if by_python else document

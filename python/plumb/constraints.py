@@ -18,7 +18,7 @@ def gmean(*scales: float) -> float:
 
 
 def hmean(*scales: float) -> float:
-    """Harmonic mean, as in Glorot's initialisation."""
+    """Harmonic mean, as in Glorot's initialization."""
     return len(scales) / sum(1 / s for s in scales)
 
 
@@ -28,22 +28,22 @@ def amean(*scales: float) -> float:
 
 
 def to_output_scale(output_scale: float, *grad_input_scale: float) -> float:
-    """The forward pass is right; the gradients follow."""
+    """Returns the scale with which the forward pass is right; the gradients follow."""
     return output_scale
 
 
 def to_grad_input_scale(output_scale: float, grad_input_scale: float) -> float:
-    """The gradient of the one input is right; the output follows."""
+    """Returns the scale with which the gradient of the one input is right; the output follows."""
     return grad_input_scale
 
 
 def to_left_grad_scale(output_scale: float, left_grad_scale: float, right_grad_scale: float) -> float:
-    """The gradient of the left input is right; the rest follows."""
+    """Returns the scale with which the gradient of the left input is right; the rest follows."""
     return left_grad_scale
 
 
 def to_right_grad_scale(output_scale: float, left_grad_scale: float, right_grad_scale: float) -> float:
-    """The gradient of the right input is right; the rest follows."""
+    """Returns the scale with which the gradient of the right input is right; the rest follows."""
     return right_grad_scale
 
 

@@ -2,7 +2,7 @@
 
 ``FPFormat(4, 3)`` is of the family in which every code is a finite number: E4M3 reaches 240. The hardware's formats have
 names: ``FPFormat.named("e4m3fn", rounding="nearest")``. In the MX formats (``mxfp8``, ``mxfp8e5m2``, ``mxfp6``,
-``mxfp6e3m2``, ``mxfp4``) and in ``nvfp4`` neighbours along one dimension share a scale. Rounding is done by ``torch.ops.plumb.quantise`` and
+``mxfp6e3m2``, ``mxfp4``) and in ``nvfp4`` neighbors along one dimension share a scale. Rounding is done by ``torch.ops.plumb.quantise`` and
 ``torch.ops.plumb.simulate_format``, on tensors of float32, float64, float16 and bfloat16.
 """
 
@@ -61,8 +61,8 @@ class FPFormat:
     def named(
         cls, name: str, rounding: str = "stochastic", srbits: int = 0, saturate: Optional[bool] = None
     ) -> FPFormat:
-        """A standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or ``E4M3`` of
-        the plain family."""
+        """Returns a standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or
+        ``E4M3`` of the plain family."""
         facts = _C.parse_format(name)
         plain = facts["name"].startswith("E")
         return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"], saturate)
@@ -86,7 +86,7 @@ class FPFormat:
 
     @property
     def block_size(self) -> int:
-        """How many neighbours share a scale; 0 where none do. Ranges below are then those of the elements: of a value
+        """How many neighbors share a scale; 0 where none do. Ranges below are then those of the elements: of a value
         divided by its block's scale."""
         return self._facts["block_size"]
 
@@ -132,12 +132,12 @@ def format_to_tuple(format: FPFormat) -> Tuple[int, int]:
 
 
 def tuple_to_format(t: Tuple[int, int]) -> FPFormat:
-    """The plain format of ``(exponent_bits, mantissa_bits)``, rounded stochastically."""
+    """Returns the plain format of ``(exponent_bits, mantissa_bits)``, rounded stochastically."""
     return FPFormat(*t)
 
 
 def standard_format_names() -> list[str]:
-    """Names that :meth:`FPFormat.named` takes beside ``E<e>M<m>``."""
+    """Returns names that :meth:`FPFormat.named` takes beside ``E<e>M<m>``."""
     return _C.standard_format_names().split()
 
 

@@ -1,7 +1,7 @@
-"""Optimisers with u-μP's learning rates: one rate serves every width and depth (arXiv 2407.17465, table 2).
+"""Optimizers with u-μP's learning rates: one rate serves every width and depth (arXiv 2407.17465, table 2).
 
 :class:`Adam`, :class:`AdamW` and :class:`SGD` are torch's own with scaled rates; :func:`scaled_parameters` makes the same
-parameter groups for any other optimiser.
+parameter groups for any other optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fan_in(param: ParameterData) -> int:
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
-    """The factor on the learning rate for optimisers whose updates do not depend on the gradient's size."""
+    """Returns the factor on the learning rate for optimizers whose updates do not depend on the gradient's size."""
     scale = lr_scale_for_depth(param)
     if param.mup_type == "weight":
         return scale * _fan_in(param) ** -0.5

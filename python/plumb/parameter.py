@@ -16,7 +16,7 @@ MupType = Literal["weight", "bias", "norm", "output"]
 
 
 class ParameterData(Protocol):
-    """What :func:`Parameter` adds to a ``torch.nn.Parameter``."""
+    """Attributes that :func:`Parameter` adds to a ``torch.nn.Parameter``."""
 
     mup_type: MupType
     mup_scaling_depth: Optional[int]
@@ -24,13 +24,13 @@ class ParameterData(Protocol):
 
 
 def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:
-    """Whether the parameter is tagged."""
+    """Returns whether the parameter is tagged."""
     depth = getattr(parameter, "mup_scaling_depth", "missing")
     return getattr(parameter, "mup_type", None) in get_args(MupType) and (depth is None or isinstance(depth, int))
 
 
 def Parameter(data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
-    """A ``torch.nn.Parameter`` with ``mup_type`` and ``mup_scaling_depth``, kept by deep copies and pickling.
+    """Returns a ``torch.nn.Parameter`` with ``mup_type`` and ``mup_scaling_depth``, kept by deep copies and pickling.
 
     Args:
         mup_type: ``"weight"``, ``"bias"``, ``"norm"`` or ``"output"``: the role, which decides the learning rate.
@@ -80,7 +80,7 @@ def tell_engine(parameter: Tensor) -> None:
 
 
 def made_from(tensor: Tensor) -> nn.Parameter:
-    """A parameter on a tensor of the engine's, with its tag."""
+    """Returns a parameter on a tensor of the engine's, with its tag."""
     parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
     tag = _C.tag_of(tensor)
     return parameter if tag is None else tag_parameter(parameter, *tag)

@@ -122,7 +122,7 @@ def analyse_module(
         inputs: of its forward.
         backward: the gradient of its output; without one the output must be a single value.
         recurse_modules: go into modules; otherwise each is one line.
-        syntax_highlight: with colours for a terminal, if pygments is installed.
+        syntax_highlight: with colors for a terminal, if pygments is installed.
         autowrap_modules: Python modules whose functions are one line each.
         autowrap_functions: further such functions.
     """

@@ -57,7 +57,7 @@ def use():
     use.done = True
 
 
-# What is left out on the test device: parts of tests' names, by the reason.
+# Tests left out on the test device: parts of their names, by the reason.
 _NOT_THERE = {
     "torch has no kernels of recurrent layers for it": (
         "LSTM", "GRU", "recurrent", "a_cell_in_a_loop", "packed_sequences", "LSTMCell",

@@ -145,7 +145,7 @@ def call_often(name: str, calls: int) -> None:
 
 
 def in_a_process(name: str, calls: int) -> str:
-    """What happened to the operator's process; empty if all went well."""
+    """Returns the fault of the operator's process; empty if all went well."""
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:

@@ -13,7 +13,7 @@ def load(name):
     return module
 
 
-bytecode, code_swap = load("_bytecode"), load("_code_swap")
+cpython = load("_capture/cpython")
 HAS_POSITIONS = sys.version_info >= (3, 11)
 
 
@@ -24,20 +24,20 @@ class Seen:
         self.names, self.raises, self.empty, self.function = [], [], [], []
 
     def look(self, value=True):
-        code, n = bytecode.running(sys._getframe(1))
+        code, n = cpython.running(sys._getframe(1))
         self.names.append(code.assigned(n))
         m = code.function_of(n)
         self.function.append(None if m is None else code.instructions[m].argval)
         return value
 
     def __bool__(self):
-        code, n = bytecode.running(sys._getframe(1))
+        code, n = cpython.running(sys._getframe(1))
         self.raises.append(code.decides_a_raise(n))
         return True
 
     @property
     def size(self):
-        code, n = bytecode.running(sys._getframe(1))
+        code, n = cpython.running(sys._getframe(1))
         self.empty.append(code.asks_for_emptiness(n))
         return 3
 
@@ -123,7 +123,7 @@ class Counter:
 
     @property
     def calls(self):
-        code, n = bytecode.running(sys._getframe(1))
+        code, n = cpython.running(sys._getframe(1))
         self.updates.append(code.updates_attribute(n, "calls"))
         return self.value
 
@@ -175,8 +175,8 @@ def test_calls_go_to_another_function_and_back():
     ]:
         before, code, name = function(*args, **kwargs), function.__code__, function.__name__
         held = [function]
-        with code_swap.calls_go_to(function, target):
-            for _ in range(50):  # often enough for an interpreter that specialises calls
+        with cpython.calls_go_to(function, target):
+            for _ in range(50):  # often enough for an interpreter that specializes calls
                 assert held[0](*args, **kwargs) == ("swapped", before)
             assert function.__name__ == name
         assert calls[-1] == (args, kwargs)
@@ -189,7 +189,7 @@ def test_a_swap_ends_with_an_exception_too():
         raise KeyError("inside")
 
     try:
-        with code_swap.calls_go_to(plain, target):
+        with cpython.calls_go_to(plain, target):
             plain(1)
     except KeyError:
         pass
@@ -203,8 +203,8 @@ def test_swaps_nest():
     def inner(original, args, kwargs):
         return ["inner", original(*args, **kwargs)]
 
-    with code_swap.calls_go_to(plain, outer):
-        with code_swap.calls_go_to(plain, inner):
+    with cpython.calls_go_to(plain, outer):
+        with cpython.calls_go_to(plain, inner):
             assert plain(1)[:1] == ["inner"] and plain(1)[1][0] == "outer"
         assert plain(1)[0] == "outer"
     assert plain(1)[0] == 1

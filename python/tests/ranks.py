@@ -66,7 +66,7 @@ def start(fn, size, *args, timeout=60.0):
 
 
 def finish(started, limit=120.0) -> list[Ended]:
-    """The ends of all ranks; those that do not end within `limit` seconds are killed."""
+    """Returns the ends of all ranks; those that do not end within `limit` seconds are killed."""
     ends, until = [], time.monotonic() + limit
     for process, pipe in started:
         ended = Ended()
@@ -85,7 +85,7 @@ def finish(started, limit=120.0) -> list[Ended]:
 
 
 def run(fn, size, *args, timeout=60.0):
-    """The results of all ranks; raises what a rank raised."""
+    """Returns the results of all ranks; raises what a rank raised."""
     ends = finish(start(fn, size, *args, timeout=timeout))
     for rank, ended in enumerate(ends):
         assert ended.exit_code == 0, f"rank {rank} ended with {ended.exit_code}: {ended.text}"

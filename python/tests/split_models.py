@@ -1,4 +1,4 @@
-"""What the tests of cutting share: models, and the comparison of a cut model with the whole."""
+"""Shared by the tests of cutting: models, and the comparison of a cut model with the whole."""
 
 import copy
 

@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 import torch
-from test_capture import check, refusal
-from test_capture_questions import Net
+from capture_checks import Net, check, refusal
 from torch import nn
 
 import plumb

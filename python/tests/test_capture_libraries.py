@@ -1,5 +1,5 @@
-"""What models of libraries do in their forwards, each rebuilt small: momentum encoders, custom functions that hold modules, tensors left
-in attributes, layers that set themselves up."""
+"""Forwards of libraries' models, each rebuilt small: momentum encoders, custom functions that hold modules, tensors
+left in attributes, layers that set themselves up."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ def same_steps(ours, theirs, x, steps=3):
 
 
 class MomentumEncoder(nn.Module):
-    """As MoCo and BYOL have it: the key encoder follows the query encoder."""
+    """A key encoder that follows the query encoder, as in MoCo and BYOL."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class MomentumEncoder(nn.Module):
 
 
 class MaxNorm(nn.Conv1d):
-    """As EEGNet has it: the weight is kept in a ball."""
+    """A weight that is kept in a ball, as in EEGNet."""
 
     def forward(self, x):
         self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
@@ -215,7 +215,7 @@ def test_a_model_prepared_for_quantisation_aware_training_does_not_end_the_proce
 
 
 class Adjoint(torch.autograd.Function):
-    """As odeint_adjoint has it: the backward runs a function again that holds a module."""
+    """A backward that runs a function again that holds a module, as odeint_adjoint's."""
 
     @staticmethod
     def forward(ctx, function, x, *parameters):
@@ -268,7 +268,7 @@ def test_a_model_whose_functions_hold_a_module_is_not_cut(how):
 
 
 class HoldsContext(nn.Module):
-    """As zuko's FFJORD has it: noise and context are in the closure."""
+    """Noise and context in a closure, as in zuko's FFJORD."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -313,14 +313,14 @@ class Cube(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * 5 * ctx.saved_tensors[0]  # no derivative, to be told apart
+        return grad * 5 * ctx.saved_tensors[0]  # no derivative, so that calls can be distinguished
 
 
 cube = Cube.apply
 
 
 class KeptApply(nn.Module):
-    """As TabNet, mambapy and torchrl have it."""
+    """An apply() that is kept, as in TabNet, mambapy and torchrl."""
 
     def __init__(self):
         super().__init__()

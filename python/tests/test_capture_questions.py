@@ -1,4 +1,5 @@
-"""What forwards ask tensors, do to themselves and hand around: what capture answers, guards, or refuses by name."""
+"""Questions of forwards to tensors, changes of themselves and objects passed around: capture returns, guards, or
+refuses by name."""
 
 import collections
 import dataclasses
@@ -8,25 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_capture import Fn, check, refusal, same
+from capture_checks import Fn, Net, check, refusal, same
 from torch import nn
 from torch.nn.utils import prune
 
 import plumb
-
-
-class Net(nn.Module):
-    """A linear layer, and a function of it and the inputs."""
-
-    def __init__(self, f, **more):
-        super().__init__()
-        self.f = f
-        self.layer = nn.Linear(4, 4)
-        for name, value in more.items():
-            setattr(self, name, value)
-
-    def forward(self, *args):
-        return self.f(self, *args)
 
 
 def test_a_layer_left_out_with_probability_zero_stays():

@@ -1,4 +1,5 @@
-"""What a forward asks, takes and returns besides values of tensors: whether gradients are required, arrays, sizes, nothing at all."""
+"""Everything besides values of tensors that a forward asks, takes and returns: requires_grad, arrays, sizes, nothing at
+all."""
 
 import collections
 import copy
@@ -11,9 +12,8 @@ import types
 import numpy as np
 import pytest
 import torch
+from capture_checks import Net, check
 from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
-from test_capture import check
-from test_capture_questions import Net
 from torch import nn
 
 import plumb

@@ -139,7 +139,7 @@ def test_errors_name_what_is_missing_unexpected_or_other(tmp_path):
     with pytest.raises(plumb.Error, match="cannot be made of a int"):
         plumb.checkpoint.save(tmp_path, 3, step=2)
     plumb.checkpoint.save(tmp_path, net, step=5)
-    with pytest.raises(plumb.Error, match="no optimiser's state of '0.weight'"):
+    with pytest.raises(plumb.Error, match="no optimizer's state of '0.weight'"):
         plumb.checkpoint.load(tmp_path, net, optimizer)
     (tmp_path / "file").write_text("")
     with pytest.raises(plumb.Error) as error:
@@ -153,6 +153,44 @@ def test_unit_scaled_weights_do_not_become_a_plain_nets(tmp_path):
     plumb.checkpoint.load(tmp_path, scaled)
     with pytest.raises(plumb.Error, match="unit_scaled"):
         plumb.checkpoint.load(tmp_path, nn.Sequential(nn.Linear(16, 16), nn.GELU()))
+
+
+def cut_in_two(model):
+    pipe = pipeline(model, (torch.randn(2, 16),), split_spec={"2": SplitPoint.BEGINNING})
+    return [pipe.build_stage(i, CPU) for i in range(2)]
+
+
+def test_weights_that_stages_saved_are_told_from_those_of_the_other_kind(tmp_path):
+    def plain():
+        return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+    def scaled():
+        return plumb.transforms.unit_scale(plain())
+
+    made = {  # by whether the weights are unit-scaled
+        True: {"module": scaled, "stages": lambda: cut_in_two(scaled()), "one stage": lambda: cut_in_two(scaled())[1]},
+        False: {"module": plain, "stages": lambda: cut_in_two(plain()), "one stage": lambda: cut_in_two(plain())[1]},
+    }
+    says = {
+        True: "its weights are unit-scaled, and the model is not",
+        False: "its weights are plain, and the model is unit-scaled",
+    }
+    for saved, savers in made.items():
+        for saver in ("module", "stages"):
+            folder = tmp_path / f"{saver} {saved}"
+            plumb.checkpoint.save(folder, savers[saver](), step=1)
+            for loader, make in made[saved].items():
+                assert plumb.checkpoint.load(folder, make())[0] == 1, (saver, loader, saved)
+            for loader, make in made[not saved].items():
+                model = make()
+                before = {name: t.clone() for name, t in plumb.checkpoint._tensors(model).items()}
+                with pytest.raises(plumb.Error, match=f"{says[saved]}|unit_scaled__plumb_transforms_fold"):
+                    plumb.checkpoint.load(folder, model)
+                assert all(torch.equal(before[name], t) for name, t in plumb.checkpoint._tensors(model).items())
+    folder = os.fsencode(plumb.checkpoint.newest(tmp_path / "stages True")[0].folder)
+    with pytest.raises(plumb.Error, match="the folder's weights are unit-scaled"):
+        plumb._C.refuse_unit_scaled(folder)
+    plumb._C.refuse_unit_scaled(os.fsencode(plumb.checkpoint.newest(tmp_path / "stages False")[0].folder))
 
 
 # --- over ranks ---

@@ -1,4 +1,4 @@
-"""tools/check_contracts.py: what headers promise is what the code throws, and a kind that changes is noticed."""
+"""tools/check_contracts.py: the code throws the kinds that headers promise, and a changed kind is noticed."""
 
 import sys
 from pathlib import Path

@@ -41,7 +41,7 @@ void take(at::Tensor x) {
 
 
 def compiled(text, tmp_path):
-    """What the compiler says, with the flags of the quickstart."""
+    """Returns the compiler's messages, with the flags of the quickstart."""
     commands = json.loads((BUILD / "compile_commands.json").read_text())
     command = next(shlex.split(c["command"]) for c in commands if c["file"].endswith("examples/quickstart.cpp"))
     command = command[: command.index("-o")]

@@ -9,7 +9,7 @@ import torch
 
 import plumb
 
-# What is compared needs a GPU; plumb/cuda/kernels_test.cpp runs the same kernels' texts on any machine.
+# These comparisons need a GPU; plumb/cuda/kernels_test.cpp runs the same kernels' texts on any machine.
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -1,7 +1,7 @@
 """While a model computes, the host neither reads the device's memory nor waits for it: the test device counts that."""
 
 import device
-import device_table
+import kernel_calls
 import pytest
 import torch
 from plumb.pipelining import PipelineStage
@@ -25,7 +25,7 @@ def calls():
     """Calls of all operators that compute: (name, call)."""
     x, w, image = leaf(4, 8), leaf(8, 8), leaf(2, 4, 9, 9)
     ids, wrong = torch.arange(4), torch.tensor([1, 2, -100, 0])
-    yield from device_table.calls()
+    yield from kernel_calls.calls()
     yield "linear", lambda: U.linear(x, w, leaf(8))
     yield "linear_readout", lambda: U.linear_readout(x, w, leaf(8))
     yield "matmul", lambda: U.matmul(x, w)
@@ -82,7 +82,7 @@ def forward_and_back(call):
 
 CALLS = list(calls()) if device.NAME == "testdevice" else []
 
-# What a tracked graph runs in place of others (test_devices.py trains one, too).
+# Operators that only a tracked graph runs (test_devices.py trains one, too).
 TRACKED = {"track_rounded", "track_traced"}
 # Guards (read once a run or a step, test_devices.py), marks, functions of sizes, and what is a function of the user's.
 NO_VALUES = {

@@ -1,4 +1,4 @@
-"""What a device that is not the CPU must be given: run with PLUMB_TEST_DEVICE, by `make test` with the test device."""
+"""Demands of a device that is not the CPU: run with PLUMB_TEST_DEVICE, by `make test` with the test device."""
 
 import copy
 import os
@@ -363,7 +363,7 @@ def test_messages_between_processes_stay_on_a_device_that_has_a_backend():
     assert [counts[1] for _, counts in ours] == [0, 0], "the host never reads what the device has"
 
 
-# What init_process_group("cpu:gloo,cuda:nccl") does by itself.
+# The call that init_process_group("cpu:gloo,cuda:nccl") makes by itself.
 WITH_A_BACKEND = """
 import torch.distributed as dist
 init = dist.init_process_group

@@ -14,14 +14,12 @@ import sys
 
 import pytest
 import torch.distributed.pipelining.schedules
-from test_readme import DOCUMENTS, ROOT, fences
+from pages import DOCUMENTS, PAGES, ROOT, TITLE, fences
 
 import plumb
 
-PAGES = sorted(p for folder in ("tutorials", "howto") for p in (ROOT / "docs" / folder).glob("*.md") if p.stem != "extend")
 BUILD = pathlib.Path(os.environ.get("PLUMB_BUILD_DIR", ROOT / "build"))
 TORCHS = {"test_split_block_mask", "test_shape_prop_mismatch"}  # tests of torch's that pages name
-TITLE = re.compile(r'title="([\w.]+)"')
 ENVIRONMENT = {
     **os.environ,
     "PATH": os.pathsep.join([str(BUILD / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]]),
@@ -70,7 +68,7 @@ def test_the_page_about_moving_lists_every_schedule_of_the_engine():
     assert listed == [torchs, ours - torchs]
 
 
-@pytest.mark.parametrize("page", ["differences.md", "reference_documents.md"])
+@pytest.mark.parametrize("page", ["differences.md", "appendix/reference_documents.md"])
 def test_tests_that_a_page_names_exist(page):
     text = (ROOT / "docs" / page).read_text()
     python = "\n".join(p.read_text() for p in (ROOT / "python" / "tests").glob("*.py"))

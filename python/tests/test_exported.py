@@ -16,7 +16,7 @@ import plumb
 
 NEAREST = "e4m3fn-RN"
 
-# What torch itself does not put into a file, and why.
+# Models that torch itself does not export, and why.
 NOT_EXPORTED = {
     "transformers GPT-2": "the mask it makes by vmap is no operator (flat_apply)",
     "transformers Llama": "the mask it makes by vmap is no operator (flat_apply)",

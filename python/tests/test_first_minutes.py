@@ -1,4 +1,4 @@
-"""What someone meets in the first ten minutes: names that are there, errors in the caller's terms, reprs worth reading."""
+"""The first ten minutes of a user: names that exist, errors in the caller's terms, reprs worth reading."""
 
 import copy
 import subprocess

@@ -1,4 +1,4 @@
-"""Optimisers that give all unit-scaled parameters one learning rate are named."""
+"""Optimizers that give all unit-scaled parameters one learning rate are named."""
 
 import warnings
 

@@ -33,7 +33,7 @@ def loss_of(out):
 
 
 def trained(model, args, kwargs, steps=4):
-    """The model, unit-scaled and trained: no weight has unit variance any more, no bias is zero."""
+    """Returns the model, unit-scaled and trained: no weight has unit variance any more, no bias is zero."""
     scaled = unit_scale(model)
     optimizer = plumb.optim.AdamW(scaled.parameters(), lr=0.05)
     for _ in range(steps):

@@ -141,7 +141,7 @@ def test_every_code_of_a_shared_scale_and_the_ties_between_them(name):
     for exponent in (-100, -3, 0, 60):
         for sign in (1, -1):
             x = torch.tensor([sign * v for v in values + between + near], dtype=torch.float64) * 2.0**exponent
-            rows = torch.stack([x, torch.full_like(x, values[-1] * 2.0**exponent)], 1)  # its neighbour fixes the scale
+            rows = torch.stack([x, torch.full_like(x, values[-1] * 2.0**exponent)], 1)  # its neighbor fixes the scale
             expected = torch.tensor([by_specification(r, name, 1e300) for r in rows.tolist()], dtype=torch.float64)
             assert torch.equal(format.quantise(rows.float()).double(), expected)
             codes = expected[: len(values), 0]

@@ -1,4 +1,4 @@
-"""Who changes how the C library's heap keeps memory: only who asks."""
+"""Only a process that asks for it changes how the C library's heap keeps memory."""
 
 import ctypes
 import pathlib
@@ -77,8 +77,8 @@ print(held - before, resident() - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="no glibc")
 def test_what_stays_after_training_steps_is_free_and_can_be_given_back():
-    """Of a transformed model's steps little stays that eager's do not leave: it is the heap's free memory, and buffers of
-    MKL, which keeps more of them for some shapes than for others."""
+    """Little memory stays after a transformed model's steps beyond that of eager's: free memory of the heap, and
+    buffers of MKL, which keeps more of them for some shapes than for others."""
     folder = pathlib.Path(__file__).parent
 
     def stays(transform):

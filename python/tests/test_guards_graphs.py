@@ -5,15 +5,16 @@ import gc
 import pickle
 import weakref
 
+import guarded_model
 import pytest
-import test_guards
 import torch
-from test_guards import CHANGES, X
+import torch.nn.functional as F
+from guarded_model import CHANGES, X
 from torch import nn
 
 import plumb
 
-model = test_guards.model  # the fixture
+model = guarded_model.model  # the fixture
 
 
 class AsksMode(nn.Module):
@@ -86,7 +87,40 @@ def test_a_graph_whose_forward_asks_for_its_mode_refuses_the_other_one(training)
         assert "test_guards_graphs.py" in caught.value.where and "self.training" in caught.value.where
 
 
-def test_a_forward_that_asks_for_its_mode_and_does_the_same_runs_in_both():
+@pytest.mark.parametrize("training", [True, False])
+def test_a_file_knows_that_its_forward_reads_the_mode(training, tmp_path):
+    module = AsksMode().train(training)
+    plumb.save_pt2(plumb.capture(module, X), tmp_path / "one.pt2")
+    plumb.save_pt2(plumb.load_pt2(tmp_path / "one.pt2"), tmp_path / "again.pt2")
+    for name in ("one.pt2", "again.pt2"):
+        loaded = plumb.load_pt2(tmp_path / name)
+        assert loaded.training == training
+        assert torch.equal(loaded(X), module(X))
+        for other in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+            other.train(not training)
+            with pytest.raises(plumb.Error, match="cannot change to") as caught:
+                other(X)
+            assert "test_guards_graphs.py" in caught.value.where and "save both" in caught.value.remedy
+            assert torch.equal(other.train(training)(X), module(X))
+    assert torch.equal(torch.export.load(tmp_path / "one.pt2").module()(X), module(X))
+
+
+def test_a_transformed_file_knows_it_too(tmp_path):
+    graph = plumb.capture(AsksMode(), X)
+    plumb.transforms.run_passes(graph, "optimise")
+    plumb.save_pt2(graph, tmp_path / "graph.pt2")
+    with pytest.raises(plumb.Error, match="cannot change to evaluation"):
+        plumb.load_pt2(tmp_path / "graph.pt2").eval()(X)
+
+
+def test_a_file_without_the_record_runs_in_both_modes(tmp_path):
+    program = torch.export.export(AsksMode(), (X,))
+    torch.export.save(program, tmp_path / "exported.pt2")
+    loaded = plumb.load_pt2(tmp_path / "exported.pt2")
+    assert torch.equal(loaded.eval()(X), loaded.train()(X)), "torch.export writes no such record"
+
+
+def test_a_forward_that_asks_for_its_mode_and_does_the_same_runs_in_both(tmp_path):
     class Rate(AsksMode):
         def forward(self, x):
             rate = 0.5 if self.training else 0.5
@@ -94,6 +128,23 @@ def test_a_forward_that_asks_for_its_mode_and_does_the_same_runs_in_both():
 
     graph = plumb.capture(Rate(), X)
     assert torch.equal(graph.eval()(X), graph.train()(X))
+    plumb.save_pt2(graph, tmp_path / "rate.pt2")
+    loaded = plumb.load_pt2(tmp_path / "rate.pt2")
+    assert torch.equal(loaded.eval()(X), loaded.train()(X))
+
+    class Drops(Rate):  # the modes differ in what operators do alone
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+        def forward(self, x):
+            x = super().forward(self.dropout(self.norm(x)))
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+
+    for training in (True, False):
+        with pytest.raises(plumb.Error, match="cannot change to") as caught:
+            plumb.capture(Drops().train(training), X).train(not training)(X)
+        assert caught.value.where == "", "no line of the forward is the reason"
 
     class Constant(AsksMode):
         def forward(self, x):

@@ -5,7 +5,15 @@ import pickle
 
 import pytest
 import torch
-from plumb.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, SplitPoint, pipeline
+from plumb.pipelining import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+    deserialize_stage,
+    pipe_split,
+    pipeline,
+    split_on_size_threshold,
+)
 from torch import nn
 
 import plumb
@@ -84,6 +92,15 @@ def by_hand(pipe, x):
     return x
 
 
+def before_the_first(operator):
+    def mark(graph):
+        node = next(n for n in graph.graph.nodes if n.op == "call_function" and operator in str(n.target))
+        with graph.graph.inserting_before(node):
+            graph.graph.call_function(pipe_split)
+
+    return mark
+
+
 def in_schedule(pipe, x):
     stages = [pipe.build_stage(s, torch.device("cpu")) for s in range(pipe.num_stages)]
     schedule = ScheduleInterleaved1F1B(stages, 1, loss_fn=lambda out, target: out.float().sum())
@@ -147,6 +164,52 @@ def test_autocast_around_a_call_is_followed(model):
     assert_like(pipe, model)
 
 
+@pytest.mark.parametrize("policy", ["estimated", "equal_size", split_on_size_threshold(300), before_the_first("layer_norm")])
+@pytest.mark.parametrize("under", [False, True])
+def test_a_cut_that_a_policy_chose_stays_where_it_is_under_autocast(policy, under, model):
+    def operators(pipe):
+        stages, variant = [pipe.get_stage_module(s) for s in range(pipe.num_stages)], pipe._variants._known[0]
+        graphs = [s.graph if variant is pipe._variants.base else s._others[variant][0].graph for s in stages]
+        calls = [[n for n in graph.nodes if n.op == "call_function" and n.target != "aten::to.dtype"] for graph in graphs]
+        return [[(n.module_path, n.target) for n in stage] for stage in calls]
+
+    stages = 3 if isinstance(policy, str) else None
+    with torch.autocast("cpu", dtype=torch.float16, enabled=under):
+        pipe = pipeline(model, (X,), split_policy=policy, num_stages=stages)
+    assert pipe.num_stages > 1
+    cut_at = operators(pipe)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_like(pipe, model)
+        assert operators(pipe) == cut_at and len(pipe._variants._known) == 2
+    with torch.autocast("cpu", dtype=torch.float16, enabled=under):
+        assert_like(pipe, model)
+    reference = copy.deepcopy(model).eval()
+    pipe.eval()  # the forward has an operator less
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_like(pipe, reference)
+
+
+def test_a_stage_begins_at_its_next_operator_where_the_first_one_is_not_called(model):
+    pipe = pipeline(model, (X,), split_policy=before_the_first("add"))
+    assert_like(pipe, model)
+    reference = copy.deepcopy(model).eval()
+    pipe.eval()
+    assert_like(pipe, reference)
+
+
+def test_a_stage_that_another_mode_leaves_without_operators_is_named():
+    class Adds(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return x + 1 if self.training else x
+
+    model = Adds(8, 8)
+    pipe = pipeline(model, (X,), split_policy=before_the_first("add"))
+    assert_like(pipe, model)
+    with pytest.raises(plumb.Error, match="none of the operators of stage 1 are called now"):
+        pipe.eval()(X)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_pipe_is_converted_after_the_cut(dtype, model):
     pipe, reference = cut(model), copy.deepcopy(model).to(dtype)
@@ -206,6 +269,18 @@ def test_copies_follow_and_what_is_pickled_stays_as_it_was_cut(model):
         sent[0].eval()(X)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(plumb.Error, match="stage 1 was cut without autocast"):
         sent[1](X)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_bytes_of_a_stage_know_that_the_forward_reads_the_mode(training, model):
+    pipe = cut(model.train(training))
+    for s in range(3):
+        stage, _ = deserialize_stage(pipe.serialize_stage(s))
+        x = torch.ones_like(X)
+        assert stage.training == training and torch.equal(stage(x), pipe.get_stage_module(s)(x))
+        with pytest.raises(plumb.Error, match="cannot change to") as caught:
+            stage.train(not training)(x)
+        assert "test_guards_pipes.py" in caught.value.where
 
 
 def test_a_pipe_whose_model_is_gone_says_so(model):

@@ -202,7 +202,7 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     refused("generation_config.json: is larger than any config", folder, batch=1, length=8)
     os.remove(folder / "generation_config.json")
     change(quantization_config={"quant_method": "gptq", "bits": 4})
-    refused("quantised", folder)
+    refused("quantized", folder)
     (folder / "config.json").write_text("{" * 100_000)
     refused("cannot read it", folder)
     change(num_hidden_layers=3)  # fewer than the folder has

@@ -1,4 +1,5 @@
-"""A folder's config runs no code, fetches nothing, and names nothing that lies elsewhere. What an importer writes stays inside."""
+"""A folder's config runs no code, fetches nothing, and names nothing that lies elsewhere. An importer writes inside
+alone."""
 
 import json
 import os
@@ -69,6 +70,7 @@ BAD = {
     "kernel": {"attn_implementation": "someone/kernel"},
 }
 tried = built = refused = 0
+kernels = []  # kinds that were refused for a kernel
 for kind in sorted(CONFIG_MAPPING_NAMES):
     for name, keys in BAD.items():
         for nested in (False, True) if which == "names" else (False,):
@@ -87,7 +89,8 @@ for kind in sorted(CONFIG_MAPPING_NAMES):
             try:
                 with _elsewhere.only_folder("folder", values):
                     config = _model.read_config("folder")
-                    if "backbone" in keys and not nested and (hasattr(config, "backbone_config") or hasattr(config, "backbone")):
+                    config._attn_implementation = keys.get("attn_implementation")
+                    if "attn_implementation" in keys or hasattr(config, "backbone_config") or hasattr(config, "backbone"):
                         built += 1
                         try:
                             model_class = _model.model_class(config)
@@ -98,15 +101,46 @@ for kind in sorted(CONFIG_MAPPING_NAMES):
                             model_class._from_config(config)
             except plumb.Error as error:
                 refused += "nothing is fetched, and no code of a folder is run" in str(error)
+                if "a kernel" in str(error):
+                    kernels.append(kind)
             except Exception:
                 pass  # as transformers says
-print(json.dumps({"tried": tried, "built": built, "refused": refused}))
+print(json.dumps({"tried": tried, "built": built, "refused": refused, "types": len(CONFIG_MAPPING_NAMES), "kernels": len(set(kernels))}))
+"""
+
+# As much of the package `kernels` as transformers imports. What it would fetch leaves a mark.
+KERNELS = r"""
+import os
+
+class Anything:
+    def __init__(self, *args, **kwargs): pass
+    def __or__(self, other): return self
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Anything
+
+class Mode:
+    INFERENCE = TRAINING = TORCH_COMPILE = Anything()
+
+def use_kernel_forward_from_hub(name): return lambda found: found
+def use_kernelized_func(*names): return lambda found: found
+def get_kernel(*args, **kwargs): open(os.environ["KERNEL_MARK"], "a").write(f"{args}\n"); return Anything()
+def replace_kernel_forward_from_hub(*args, **kwargs): pass
+def register_kernel_mapping(*args, **kwargs): pass
 """
 
 
 def run_python(text, arguments, cwd, other=""):
-    path = [other] if other else []
+    packages = cwd / "packages"
+    about = packages / "kernels-0.18.2.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    (packages / "kernels.py").write_text(KERNELS)
+    path = [os.fspath(packages), *([other] if other else [])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(pathlib.Path(plumb.__file__).parents[1])])}
+    env["KERNEL_MARK"] = os.fspath(cwd / "fetched")
     env.pop("HF_HUB_OFFLINE", None)
     done = subprocess.run(
         [sys.executable, "-c", text, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=1800
@@ -121,6 +155,8 @@ def test_no_type_of_model_runs_code_or_fetches_what_its_config_names(which, othe
     found = json.loads(run_python(EVERY_TYPE, [which], tmp_path, other).splitlines()[-1])
     assert not (tmp_path / "ran").exists(), "code of a folder was run"
     assert not (tmp_path / "connected").exists(), (tmp_path / "connected").read_text()
+    assert not (tmp_path / "fetched").exists(), (tmp_path / "fetched").read_text()
+    assert which == "names" or found["kernels"] > 50, found
     assert found["tried"] > 800 and found["refused"] > 20, found
     assert which == "guard" or found["refused"] == found["tried"], found
 
@@ -129,6 +165,27 @@ def folder_of(path, **config):
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({**SMALL, **config}))
     return path
+
+
+IMPORT = """
+import os
+os.environ["HF_HOME"] = "cache"
+import plumb
+from plumb import hf
+try:
+    hf.import_folder("folder", batch=1, length=8)
+except plumb.Error as error:
+    print(error.kind, error.message)
+"""
+
+
+@pytest.mark.parametrize("other", VERSIONS)
+def test_attention_of_a_package_that_is_not_there_is_not_fetched_from_the_hub_instead(other, tmp_path):
+    folder_of(tmp_path / "folder", attn_implementation="flash_attention_2")
+    said = run_python(IMPORT, [], tmp_path, other)
+    assert not (tmp_path / "fetched").exists(), (tmp_path / "fetched").read_text()
+    if said or not other:  # 4.57 builds the model with the attention that is there
+        assert "a kernel, 'kernels-community/flash-attn" in said and "nothing is fetched" in said, said
 
 
 @pytest.mark.parametrize(
@@ -144,7 +201,7 @@ def folder_of(path, **config):
         (dict(vision_config=[{"backbone_config": "/a/b"}]), "'vision_config.backbone_config' names '/a/b'"),
         (dict(backbone="hf_hub:a/b", use_timm_backbone=True), "'backbone' names 'hf_hub:a/b'"),
         (dict(detector={"trust_remote_code": True}), "'detector.trust_remote_code' is true"),
-        (dict(text_config={"quantization_config": {"quant_method": "gptq"}}), "quantised"),
+        (dict(text_config={"quantization_config": {"quant_method": "gptq"}}), "quantized"),
     ],
 )
 def test_a_config_that_names_what_lies_elsewhere_is_refused_by_the_name_of_the_key(config, says, tmp_path):

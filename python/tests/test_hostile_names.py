@@ -71,7 +71,7 @@ def quoted(name):
 
 
 def with_constant(module, name):
-    """The same module with its one constant under this name."""
+    """Returns the same module with its one constant under this name."""
     engine = module._engine
     (old,) = [n for n, kind, *_ in engine.state() if kind == 2]
     text = engine.graph.to_string().replace(f'get_attr "{old}"', f"get_attr {quoted(name)}")

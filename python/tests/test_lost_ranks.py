@@ -141,7 +141,8 @@ def test_no_port_is_left_when_a_lost_rank_was_made_up_for(folder):
 
 
 def measured(history):
-    """What a history says, whichever ranks said it. The second of two stages also measures what comes from the first."""
+    """Returns a history's values, no matter which ranks wrote them. The second of two stages also measures its input.
+    """
     frame = plumb.read_history(history).to_dataframe("std", "abs_max")
     place = [name for name in ("step", "name", "direction", "stage", "rank") if name in frame]
     assert not frame.duplicated(place).any()
@@ -187,7 +188,7 @@ def test_torchrun_starts_all_again_from_the_checkpoint(folder):
 
 
 def test_fewer_processes_of_torchrun_take_another_layout_with_the_same_bits(folder):
-    """As an agent of --nnodes MIN:MAX starts them again when a node is lost."""
+    """Restarts as an agent of --nnodes MIN:MAX does when a node is lost."""
     layout = ["--data-parallel", "2", "--microbatches", "1"]
     whole = subprocess.run(arguments(4, *layout), cwd=folder, check=True, capture_output=True, text=True).stdout
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]

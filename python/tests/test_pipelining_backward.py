@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pipelines import Block, Square, same
 from plumb.pipelining import _backward
 from plumb.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
@@ -15,7 +16,6 @@ from plumb.pipelining._backward import (
     stage_backward_input,
     stage_backward_weight,
 )
-from test_pipelining_run import Block, same
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import _backward as torchs
@@ -42,19 +42,6 @@ class OffPath(nn.Module):
 
     def forward(self, x):
         return self.linear(x) + torch.sin(self.gain * self.gain)
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return (x @ w) ** 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        inner = grad * 2 * (x @ w)
-        return inner @ w.t(), x.t() @ inner
 
 
 class Custom(nn.Module):

@@ -5,11 +5,10 @@ import functools
 
 import pytest
 import torch
+from pipelines import MSE, Square, batch, grads, same
 from plumb.pipelining import PipelineStage
 from plumb.pipelining._backward import stage_backward_input, stage_backward_weight
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_backward import Square
-from test_pipelining_run import MSE, batch, grads, same
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
@@ -106,7 +105,7 @@ class OffPath(nn.Module):
 
 
 class OfWeights(nn.Module):
-    """What is computed again is a weight."""
+    """The recomputed tensor is a weight."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +282,7 @@ def test_an_error_while_computing_again_leaves_nothing_behind():
 
 
 def test_other_hooks_on_saved_tensors_unpack_in_each_half():
-    """What brings tensors back from elsewhere keeps nothing between the halves."""
+    """Hooks that bring tensors back from elsewhere keep nothing between the halves."""
     module, reference = pair(Layer)
     x = torch.randn(8, WIDTH, requires_grad=True)
     unpacked = []

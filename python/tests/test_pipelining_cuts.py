@@ -1,4 +1,4 @@
-"""Where a model is cut, by whom, and what may be given to be cut."""
+"""Cuts of a model: the places, the ways to choose them, and the kinds of model that can be cut."""
 
 import copy
 import pickle

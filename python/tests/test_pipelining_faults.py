@@ -1,4 +1,4 @@
-"""What the other ranks say when one of them fails, and how soon."""
+"""Errors on the other ranks when one of them fails, and how soon they come."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ import signal
 import pytest
 import ranks
 import torch
+from pipelines import MSE, batch, blocks
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import MSE, batch, blocks
 from torch import nn
 
 TIMEOUT = 3.0  # of a rank that is stopped: nothing but the time tells
@@ -16,7 +16,7 @@ AT_ONCE = 30.0  # long before the group's time-out of 60 seconds
 
 
 class Fault(nn.Module):
-    """Works twice, then does what it was told."""
+    """Works twice, then fails in the given way."""
 
     def __init__(self, how):
         super().__init__()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ranks
 import torch
+from pipelines import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, pipe_split, pipeline
 from plumb.pipelining._backward import map_debug_info
 from plumb.pipelining._utils import PipeliningMetadataError
@@ -21,7 +22,6 @@ from plumb.pipelining.schedules import (
     PipelineScheduleMulti,
     get_schedule_class,
 )
-from test_pipelining_run import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from torch import nn
 from torch_names._utils import (
     extract_tensor_meta,
@@ -102,7 +102,7 @@ def test_parts_of_a_pair_go_to_their_own_functions_and_a_pair_to_its_own():
 
 
 def by_torchs_rules(schedule, seen):
-    """Functions as torch's documentation has them: they wait, compute, and hand on to neighbours of the same rank."""
+    """Functions as in torch's documentation: they wait, compute, and pass values to neighbors of the same rank."""
     from plumb.pipelining.schedules import _wait_batch_p2p
 
     stages = {stage.stage_index: stage for stage in schedule._stages}
@@ -257,7 +257,7 @@ def test_rows_count_with_functions_too():
 
 
 class Skipping(nn.Module):
-    """A value that the first stage makes is used in all others; two stages are neighbours on one rank under a loop."""
+    """A value that the first stage makes is used in all others; two stages are neighbors on one rank under a loop."""
 
     def __init__(self):
         super().__init__()

@@ -4,6 +4,7 @@ import operator
 
 import pytest
 import torch
+from pipelines import same
 from plumb.pipelining import TensorChunkSpec
 from plumb.pipelining.microbatch import (
     _CustomReducer,
@@ -12,7 +13,6 @@ from plumb.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
     sum_reducer,
 )
-from test_pipelining_run import same
 from torch.distributed.pipelining import microbatch as torchs
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree as pytree

@@ -3,9 +3,9 @@
 import pytest
 import ranks
 import torch
+from pipelines import SINGLE, V
 from plumb.pipelining import SplitPoint, pipeline
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import SINGLE, V
 from torch import nn
 
 MICROBATCHES = 4

@@ -11,22 +11,9 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
+from pipelines import LOOPED, MSE, SINGLE, Block, Nested, Scaled, V, Writes, accumulate, batch, blocks, same
 from plumb.pipelining import PipelineStage, ScheduleTable, TensorChunkSpec, build_stage
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import (
-    LOOPED,
-    MSE,
-    SINGLE,
-    Block,
-    Nested,
-    Scaled,
-    V,
-    Writes,
-    accumulate,
-    batch,
-    blocks,
-    same,
-)
 from torch import nn
 
 import plumb
@@ -94,7 +81,7 @@ def stages_here(name, rank, size):
 
 
 def work(rank, size, cases):
-    """Every case: gradients by stage and name, losses and outputs of every step, buffers."""
+    """Returns every case: gradients by stage and name, losses and outputs of every step, buffers."""
     found = {}
     for name, model in cases:
         here, count = stages_here(name, rank, size)
@@ -227,7 +214,7 @@ SKIPS = SimpleNamespace(
 
 
 class Part(nn.Module):
-    """A part of a model: its parameters have the model's names, by which copies of one are told."""
+    """A part of a model: its parameters have the model's names, by which copies are recognized."""
 
     def __init__(self, index, layer):
         super().__init__()

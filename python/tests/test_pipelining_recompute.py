@@ -160,7 +160,8 @@ def test_says_which_operators_results_were_not_kept():
     _, (report, _) = train(module, torch.float32, "cheap", ScheduleInterleavedZeroBubble)
     rows = 4 * 16
     assert report["aten::native_layer_norm"] == (2, 2 * rows * WIDTH * 4)
-    # What dropout gave, behind gelu and softmax. Off the CPU it is one operator, whose result is kept because it draws.
+    # The results of dropout, behind gelu and softmax. Off the CPU it is one operator, whose result is kept because it
+    # draws.
     dropped = (2, 4 * (rows * 4 * WIDTH + 4 * 4 * 16 * 16)) if device.NAME == "cpu" else None
     assert report.get("aten::mul") == dropped
 

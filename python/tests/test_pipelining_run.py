@@ -7,73 +7,28 @@ import weakref
 
 import pytest
 import torch
+from pipelines import (
+    LOOPED,
+    MSE,
+    SINGLE,
+    Block,
+    Nested,
+    Scaled,
+    V,
+    Writes,
+    accumulate,
+    batch,
+    blocks,
+    grads,
+    same,
+    schedule_for,
+    stages_of,
+)
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleTable, TensorChunkSpec, search_schedule
 from plumb.pipelining.schedules import _ScheduleForwardOnly, get_schedule_class
 from torch import nn
 
 import plumb
-
-SINGLE = ["GPipe", "1F1B", "ZBH1", "ZBH2"]
-LOOPED = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
-V = ["ZBVZeroBubble", "DualPipeV", "VHalf", "VMin"]
-MSE = nn.MSELoss()
-
-
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def blocks(count, seed=0, make=Block):
-    torch.manual_seed(seed)
-    return [make() for _ in range(count)]
-
-
-def batch(rows=12, width=8, seed=7):
-    torch.manual_seed(seed)
-    return torch.randn(rows, width), torch.randn(rows, width)
-
-
-def accumulate(modules, x, target, microbatches, loss_fn=MSE, scale=True):
-    """What a process alone does: microbatch after microbatch, gradients of the mean over the batch."""
-    outputs, losses = [], []
-    for inputs, targets in zip(x.tensor_split(microbatches), target.tensor_split(microbatches)):
-        for module in modules:
-            inputs = module(inputs)
-        loss = loss_fn(inputs, targets)
-        weight = len(targets) * microbatches / len(target) if scale else 1
-        loss.backward(torch.full_like(loss, weight))
-        outputs.append(inputs.detach())
-        losses.append(loss.detach())
-    if scale:
-        for p in nn.ModuleList(modules).parameters():
-            if p.grad is not None:
-                p.grad.div_(microbatches)
-    return torch.cat(outputs), losses
-
-
-def stages_of(modules, **kwargs):
-    return [PipelineStage(m, i, len(modules), "cpu", **kwargs) for i, m in enumerate(modules)]
-
-
-def grads(modules):
-    return [p.grad for p in nn.ModuleList(modules).parameters()]
-
-
-def same(ours, theirs):
-    return len(ours) == len(theirs) and all(
-        (a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs)
-    )
-
-
-def schedule_for(name, modules, microbatches, loss_fn=MSE, **kwargs):
-    cls = get_schedule_class(name)
-    stages = stages_of(modules)
-    return cls(stages[0] if name in SINGLE else stages, microbatches, loss_fn, **kwargs)
 
 
 @pytest.mark.parametrize("name", SINGLE + LOOPED + V)
@@ -163,21 +118,6 @@ def test_without_a_loss_only_forwards_run():
         _ScheduleForwardOnly(stage, 3).step(x, target=x)
 
 
-class Nested(nn.Module):
-    """Hands a dict with all kinds of things on."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        if isinstance(x, dict):
-            assert x["name"] == "it" and x["none"] is None and x["pair"][1].dtype == torch.int64
-            x = x["pair"][0] * x["scale"] + x["pair"][1]
-        y = torch.tanh(self.linear(x))
-        return {"pair": (y, (y > 0).long()), "scale": 0.5, "none": None, "name": "it"}
-
-
 def test_stages_hand_on_nested_values_and_integers():
     modules = blocks(3, make=Nested)
     reference = copy.deepcopy(modules)
@@ -196,16 +136,6 @@ def test_stages_hand_on_nested_values_and_integers():
     assert same(grads(modules), grads(reference))
     assert torch.equal(out["pair"][1], torch.cat([e["pair"][1] for e in expected]))
     assert out["scale"] == 0.5 and out["none"] is None and out["name"] == "it"
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x, gain, *, shift=None):
-        x = self.linear(x) * gain
-        return x if shift is None else x + shift
 
 
 def test_keyword_arguments_reach_the_stages_that_take_them():
@@ -292,11 +222,6 @@ def test_buffers_modes_and_random_draws_are_those_of_accumulation():
     nn.ModuleList(modules).eval()
     nn.ModuleList(reference).eval()
     assert torch.equal(schedule.eval(x), reference[1](reference[0](x)))
-
-
-class Writes(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.mul_(1.5).relu_())
 
 
 def test_a_stage_may_begin_with_a_write():

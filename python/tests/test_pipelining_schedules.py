@@ -43,7 +43,7 @@ def text(rows):
 
 
 def both(actions):
-    """A table as plumb's and as torch's actions."""
+    """Returns a table as plumb's and as torch's actions."""
     return (
         {rank: [_Action.from_str(a) for a in row] for rank, row in actions.items()},
         {rank: [torchs._Action.from_str(a) for a in row] for rank, row in actions.items()},
@@ -246,7 +246,7 @@ def test_csv_files_round_trip_and_take_comments(tmp_path):
 def test_files_that_are_no_schedules_are_named(tmp_path):
     runtime = _PipelineScheduleRuntime(stand_ins(2, 2), 4)
     (tmp_path / "binary.csv").write_bytes(b"0F0,\xff\xfe\n")
-    os.mkfifo(tmp_path / "fifo.csv")  # nobody writes into it: whoever waits for that hangs
+    os.mkfifo(tmp_path / "fifo.csv")  # nobody writes into it: reading it would hang
     for name in ("binary.csv", "fifo.csv", "missing.csv"):
         with pytest.raises(plumb.Error, match=name):
             runtime._load_csv(str(tmp_path / name))

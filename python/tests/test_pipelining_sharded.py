@@ -3,9 +3,9 @@
 import pytest
 import ranks
 import torch
+from pipelines import MSE, accumulate, batch, same
 from plumb.pipelining import PipelineStage
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import MSE, accumulate, batch, same
 from torch import nn
 
 CASES = [  # schedule, stages a rank, how the modules are spread
@@ -78,7 +78,7 @@ def work(rank, size):
 
 
 def whole_backward(module):
-    """The gradients of the steps, after which the module must still reduce by itself as before."""
+    """Returns the gradients of the steps, after which the module must still reduce by itself as before."""
     kept = [g.clone() for g in gradients(module)]
     module.zero_grad()
     module(torch.ones(2, 8)).sum().backward()

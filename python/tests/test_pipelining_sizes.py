@@ -7,11 +7,11 @@ import pickle
 import pytest
 import ranks
 import torch
+from pipelines import LOOPED, SINGLE, V
 from plumb.formats import FPFormat
 from plumb.pipelining import ScheduleTable, SplitPoint, build_stage, deserialize_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from size_models import MODELS, WORDS, batch, cut, loss_fn, make
-from test_pipelining_run import LOOPED, SINGLE, V
 from torch import nn
 from torch.nn import functional as F
 

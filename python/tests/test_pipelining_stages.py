@@ -1,7 +1,8 @@
-"""Stages as modules, and what becomes of a pipe with them."""
+"""Stages as modules, and the pipe that they form."""
 
 import copy
 import pickle
+import signal
 import weakref
 
 import pytest
@@ -10,12 +11,15 @@ import torch.distributed as dist
 import torch.distributed.pipelining  # noqa: F401  (its mark)
 import torch.multiprocessing as mp
 from plumb.pipelining import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     deserialize_stage,
     pipe_split,
     pipeline,
     scatter_stages,
 )
 from plumb.pipelining._IR import get_submod_name
+from plumb.pipelining._stage_module import StageModule
 from split_models import (
     BEGIN,
     LOSSES,
@@ -90,6 +94,55 @@ def test_stages_move_with_their_device_arguments():
         pipe.serialize_stage(0)
     stage.to_empty(device="cpu")
     assert stage(torch.randn(2, 4)).device.type == "cpu"
+
+
+def test_a_step_runs_the_graphs_of_cut_stages_without_python(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(6, 8)
+    pipe = pipeline(model, (x[:2],), split_spec={"2": BEGIN})
+    stages = [pipe.build_stage(s, torch.device("cpu")) for s in range(2)]
+    schedule = ScheduleInterleaved1F1B(stages, 3, loss_fn=nn.functional.mse_loss)
+    entered, forward = [], StageModule.forward
+
+    def watched(self, *args, **kwargs):
+        entered.append(self.stage_index)
+        return forward(self, *args, **kwargs)
+
+    def run():
+        entered.clear()
+        model.zero_grad()
+        losses = []
+        out = schedule.step(x, target=x, losses=losses)
+        return [out, *losses, *(p.grad.clone() for s in stages for p in s.submod.parameters())]
+
+    expected = [model(part) for part in x.chunk(3)]
+    monkeypatch.setattr(StageModule, "forward", watched)
+    alone = run()
+    assert entered == [] and torch.equal(alone[0], torch.cat(expected))
+    seen = []
+    hook = stages[0].submod.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    same(run(), alone)
+    assert entered == [0, 0, 0] and seen == [(2, 8)] * 3, "a hook is Python's part in a forward"
+    hook.remove()
+    same(run(), alone)
+    assert entered == []
+    stages[1].submod.forward = lambda value: value * 0
+    assert not schedule.step(x, target=x).any(), "a forward that was set is called"
+
+
+def test_an_interrupt_ends_a_step_whose_forwards_are_graphs_alone():
+    x = torch.randn(256, 8)
+    stage = pipeline(nn.Sequential(nn.Linear(8, 8)), (x[:1],)).build_stage(0, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 256)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(5):  # wherever it comes
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.003 * i)
+                while True:
+                    schedule.eval(x)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_stages_refuse_the_mode_that_they_were_not_cut_in():

@@ -5,9 +5,9 @@ import copy
 import pytest
 import ranks
 import torch
+from pipelines import LOOPED, MSE, SINGLE, Block, V, accumulate, batch, blocks, grads, same
 from plumb.pipelining import PipelineStage, pipe_split, pipeline
 from plumb.pipelining.schedules import REDUCE_GRAD, get_schedule_class
-from test_pipelining_run import LOOPED, MSE, SINGLE, Block, V, accumulate, batch, blocks, grads, same
 from torch import nn
 
 import plumb

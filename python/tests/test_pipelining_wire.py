@@ -6,10 +6,10 @@ import pytest
 import ranks
 import torch
 import zoo
+from pipelines import LOOPED, SINGLE, V
 from plumb.pipelining import PipelineStage, SplitPoint, pipeline
 from plumb.pipelining._IR import DetachExecutor
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import LOOPED, SINGLE, V
 from torch import nn
 
 import plumb
@@ -38,7 +38,7 @@ def cut(stages, **options):
 
 
 def train(name, rank, size, wire, steps=2):
-    """A step's losses on the rank of the last stage, and how many bytes this rank sent."""
+    """Returns a step's losses on the rank of the last stage, and how many bytes this rank sent."""
     num = size if name in SINGLE else 2 * size
     _, pipe = cut(num, wire=wire)
     here = sorted({rank, num - 1 - rank}) if name in V else [s for s in range(num) if s % size == rank]
@@ -59,7 +59,7 @@ def train(name, rank, size, wire, steps=2):
 
 
 def reference(wire, stages, steps=2):
-    """The losses of one process: the pipe as a module, microbatch after microbatch."""
+    """Returns the losses of one process: the pipe as a module, microbatch after microbatch."""
     _, pipe = cut(stages, wire=wire)
     optimizer = torch.optim.SGD(list(pipe.parameters()), lr=0.1)
     losses = []

@@ -37,5 +37,6 @@ def test_bytecode_is_read_and_code_is_swapped(version):
     ran = subprocess.run(
         [python, str(CHECKS), str(Path(plumb.__file__).parent)], capture_output=True, text=True, timeout=120
     )
-    assert ran.returncode == 0, ran.stderr
+    told = f"Python {version} changed: look in python/plumb/_capture/cpython.py, the one module that knows CPython's insides"
+    assert ran.returncode == 0, f"{told}\n{ran.stderr}"
     assert ran.stdout.strip() == f"ok {version.replace('.', ' ')}"

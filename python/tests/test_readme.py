@@ -1,24 +1,15 @@
 """README.md says what is: its code runs, its links lead somewhere."""
 
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from pages import DOCUMENTS, ROOT, fences
 
 import plumb
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def fences(text):
-    """(language, the rest of its line, body) of every fenced block."""
-    return re.findall(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.M | re.S)
-
-
 def blocks(language):
     return [body for found, _, body in fences(README) if found == language]
 

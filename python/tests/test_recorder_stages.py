@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from pipelines import Block
 from plumb.pipelining import PipelineStage
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import Block
 from torch import nn
 
 import plumb

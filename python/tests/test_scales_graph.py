@@ -199,7 +199,8 @@ def test_graphs_are_copied_and_pickled(graph):
 
 
 def random_graph(rng):
-    """Of nodes with one or two inputs, by position and by name, of which a quarter is no float; scales of a few sizes."""
+    """Returns a graph of nodes with one or two inputs, by position and by name, a quarter of them no floats; scales of
+    a few sizes."""
     graph, nodes = fx.Graph(), []
     for i in range(rng.randint(2, 14)):
         inputs = rng.sample(nodes, min(len(nodes), rng.choice([1, 1, 1, 2])))
@@ -219,7 +220,7 @@ def random_graph(rng):
 
 
 def pruned_one_by_one(graph, goes):
-    """The definition: in order, a node that `goes` leaves its place to its only float input, or to None."""
+    """Prunes by definition: in order, a node that `goes` leaves its place to its only float input, or to None."""
     graph = copy.deepcopy(graph)
     for node in graph.nodes:
         floats = [a for a in (*node.args, *node.kwargs.values()) if getattr(a, "meta", {}).get("outputs_float_tensor")]
@@ -293,7 +294,7 @@ def test_a_functions_gradient_is_written_into_a_nodes_meta():
     assert torch.equal(y, x) and meta["metrics"].fwd == Metrics.from_tensor(x) and meta["metrics"].bwd is None
     (3 * y).sum().backward()
     assert torch.equal(x.grad, torch.full((5,), 3.0)) and meta["metrics"].bwd.mean_abs == 3.0
-    for x in (torch.ones(3), torch.ones(3, requires_grad=True)):  # the answer may be written
+    for x in (torch.ones(3), torch.ones(3, requires_grad=True)):  # the result may be written
         assert torch.equal(ScaleTrackingAutogradFunction.apply(x, {}).mul_(2), 2 * x) and torch.equal(x, torch.ones(3))
 
 

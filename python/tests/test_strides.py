@@ -103,7 +103,7 @@ class SpelledOutNorm(nn.Module):
 
 
 class NormsOfHeads(nn.Module):
-    """A norm of queries in the layout of heads, and a view of what comes of it, as Inkling of transformers has it."""
+    """A norm of queries in the layout of heads, and a view of its result, as in Inkling of transformers."""
 
     def __init__(self):
         super().__init__()

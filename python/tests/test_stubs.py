@@ -9,7 +9,7 @@ STUB = pathlib.Path(plumb.__file__).parent / "_C.pyi"
 
 
 def members(body):
-    """What a module or class defines, by name."""
+    """Returns the definitions in a module or class, by name."""
     found = {}
     for node in body:
         if isinstance(node, ast.ImportFrom):

@@ -4,8 +4,10 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 
 import plumb
 
+LOST_AT_THE_START = "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints\n"
 COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 
 
@@ -217,14 +220,27 @@ def test_a_table_and_a_dump_that_cannot_be_made_are_said_before_the_first_step(f
     assert (folder / "file").read_text() == "kept" and not (folder / "nowhere").exists()
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_training_that_nobody_reads_saves(folder, stages):
-    command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "20", "--save", "t.pt2", "--stages", str(stages)]
+def unread(command, folder):
     train = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     train.stdout.close()  # as `| head -0` does
     said = train.stderr.read()
     train.stderr.close()
-    assert train.wait(timeout=120) == 1 and "standard output cannot be written" in said, said
+    return train.wait(timeout=120), said
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_training_that_nobody_reads_and_nothing_keeps_ends_as_other_commands_do(folder, stages):
+    command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "1000000", "--stages", str(stages)]
+    code, said = unread(command, folder)
+    assert code == -signal.SIGPIPE and LOST_AT_THE_START in said and "rank" not in said, said
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_training_that_nobody_reads_saves(folder, stages):
+    command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "20", "--save", "t.pt2", "--stages", str(stages)]
+    code, said = unread(command, folder)
+    assert code == 1 and "standard output cannot be written" in said, said
+    assert "the training goes on, and will save" in said.splitlines()[0], said
     assert plumb.load_pt2(folder / "t.pt2")(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 64)
 
 
@@ -250,6 +266,27 @@ def test_checkpoints_of_a_unit_scaled_file_are_for_unit_scaled_models(folder):
     assert plumb.checkpoint.load(folder / "again", scaled)[0] == 3
 
 
+def test_a_trainer_warns_of_weights_that_nothing_keeps(folder):
+    arguments, lost = (folder / "lm.pt2", folder / "tokens.bin"), "what is learned will be lost: no save, save_hf or checkpoints"
+    with pytest.warns(UserWarning, match=lost) as warned:
+        plumb.Trainer(*arguments, steps=1)
+    assert warned[0].filename == __file__
+    hooks = Events()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plumb.Trainer(*arguments, steps=1, hooks=hooks)
+        assert hooks.seen == [("on_problem", {"problem": f"{lost}, and the model is a file"})]
+        for kept in ({"save": folder / "t.pt2"}, {"checkpoints": folder / "run"}):
+            plumb.Trainer(*arguments, steps=1, **kept)
+        plumb.Trainer(plumb.load_pt2(folder / "lm.pt2"), folder / "tokens.bin", steps=1).run()  # the graph keeps them
+
+
+def test_a_trainer_warns_of_problems_that_no_hook_takes(folder):
+    trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", steps=2, save=folder / "t.pt2", page="/dev/full")
+    with pytest.warns(UserWarning, match="--page ends here: /dev/full"):
+        trainer.run()
+
+
 def test_a_trainer_says_what_it_is_and_how_far(folder):
     trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", **OPTIONS)
     assert repr(trainer) == f"<Trainer of {folder / 'lm.pt2'}: not run yet>"
@@ -263,7 +300,7 @@ def test_a_trainer_says_what_it_is_and_how_far(folder):
 def test_a_checkpoint_says_what_is_in_it(folder):
     trained(folder, checkpoints=folder / "<run>")
     newest, _ = plumb.checkpoint.newest(folder / "<run>")
-    assert repr(newest) == f"<Checkpoint of step 6: 5 tensors, 15 of the optimiser, in {newest.folder}>"
+    assert repr(newest) == f"<Checkpoint of step 6: 5 tensors, 15 of the optimizer, in {newest.folder}>"
     assert "&lt;run&gt;" in newest._repr_html_() and "<run>" not in newest._repr_html_()
 
 

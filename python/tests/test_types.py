@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from test_docs import PAGES, TITLE
-from test_readme import ROOT, fences
+from pages import PAGES, ROOT, TITLE, fences
 
 import plumb
 

@@ -1,4 +1,4 @@
-"""What unit_scale makes of custom autograd functions, of weights that are no parameters, and of long chains."""
+"""unit_scale on custom autograd functions, on weights that are no parameters, and on long chains."""
 
 import pytest
 import torch

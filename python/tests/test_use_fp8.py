@@ -69,7 +69,7 @@ def test_fifty_steps_have_the_losses_of_the_simulation(make, scaled):
 
 
 def saved_by_products(out):
-    """The memory that products on autograd's graph keep, each once, in bytes."""
+    """Returns the memory that products on autograd's graph keep, each once, in bytes."""
     products = {"AddmmBackward0": ("mat1", "mat2"), "MmBackward0": ("self", "mat2"), "BmmBackward0": ("self", "mat2")}
     seen, kept, nodes = set(), {}, [out.grad_fn]
     while nodes:

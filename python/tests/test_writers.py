@@ -1,4 +1,4 @@
-"""What a Recorder tells TensorBoard and Weights & Biases, read back."""
+"""The values that a Recorder writes to TensorBoard and Weights & Biases, read back."""
 
 import struct
 import sys

@@ -1,4 +1,4 @@
-// What a user writes against an installed plumb: capture a module, run the graph, compare bit for bit.
+// A user's program against an installed plumb: capture a module, run the graph, compare bit for bit.
 #include <plumb/capture/capture.h>
 #include <plumb/exported/exported.h>
 #include <plumb/transforms/unit_scale.h>

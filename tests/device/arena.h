@@ -1,4 +1,4 @@
-// The test device's memory: the host's, mapped twice. What tensors have is the place where nothing may be touched.
+// The test device's memory: the host's, mapped twice. Tensors hold the address at which no access is allowed.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -69,7 +69,7 @@ class Arena {
     return peak_;
   }
 
-  // Where the host may touch what tensors have at `address`.
+  // Returns the address at which the host may access the memory of tensors at `address`.
   void* host(const void* address) {
     if (!address) return nullptr;
     const auto* at = static_cast<const char*>(address);

@@ -37,7 +37,7 @@ class Queue {
     tasks_.push_back(std::move(task));
   }
 
-  // As add(), but never by the caller.
+  // As add(), but never run by the caller.
   void add_later(Task task) {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
@@ -55,7 +55,7 @@ class Queue {
   }
 
  private:
-  // What came meanwhile is the thread's.
+  // Hands tasks that arrived meanwhile to the thread.
   void done() {
     const std::lock_guard lock(mutex_);
     busy_ = false;

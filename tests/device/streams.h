@@ -1,9 +1,9 @@
-// The test device's streams: two for each device. What a stream is given runs in order. Work that comes while a stream
-// has nothing to do is done at once by whoever gives it, else in a thread of the stream's own, later: so a host may run
-// ahead of the device, as with a GPU.
+// The test device's streams: two for each device. A stream runs its tasks in order. A task given to an idle stream is
+// done at once by the caller, else in a thread of the stream's own, later: so a host may run ahead of the device, as
+// with a GPU.
 //
-// Transfers between processes use memory that nothing else may use meanwhile. Whoever touches it without having waited,
-// is an error, and whoever lets it go ends the process.
+// Transfers between processes use memory that nothing else may use meanwhile. An access without having waited is an
+// error; freeing the memory ends the process.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -29,8 +29,8 @@ void drain(c10::Stream stream);
 // Ready when what the stream was given by now is done.
 std::shared_future<void> marker(c10::Stream stream);
 
-// Memory of a transfer, from when it is posted until it ends. What is received into is written from then on, what is
-// sent is read from begin() on.
+// Memory of a transfer, from when it is posted until it ends. A receive writes it from then on, a send reads it from
+// begin() on.
 class InTransfer {
  public:
   InTransfer(const void* at, size_t bytes, bool receives);
@@ -47,7 +47,7 @@ void check_access(const void* at, size_t bytes, bool writes);
 // Ends the process where a transfer uses the memory.
 void check_release(const void* at, size_t bytes);
 
-// What took time on the device, in seconds of the machine's steady clock.
+// Notes an activity of the device, in seconds of the machine's steady clock.
 void note_activity(const std::string& what, double begin, double end);
 double clock_now();
 // "WHAT BEGIN END", a line each.

@@ -36,7 +36,7 @@ struct StrictWork final : c10d::Work {
       try {
         self->Work::wait(kNoTimeout);
       } catch (const std::exception&) {
-        // Who asks exception() knows.
+        // exception() has the error.
       }
     });
     return true;
@@ -44,7 +44,7 @@ struct StrictWork final : c10d::Work {
   c10::DeviceIndex device = 0;
 };
 
-// What a transfer takes at least, in milliseconds, for tests of what goes on meanwhile.
+// Returns the least time of a transfer in milliseconds, for tests of overlapping work.
 milliseconds time_of_link() {
   const char* wanted = std::getenv("PLUMB_TEST_LINK_MS");
   return milliseconds(wanted ? std::atoi(wanted) : 0);
@@ -100,7 +100,7 @@ class StrictBackend final : public c10d::Backend {
   }
 
  private:
-  // Who posts it holds the memory.
+  // The poster of a transfer holds the memory.
   struct Transfer {
     bool sends;
     int peer;

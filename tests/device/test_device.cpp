@@ -1,7 +1,7 @@
 // A device for tests: "testdevice", two of them, on torch's PrivateUse1. Its memory is the host's, mapped twice.
-// Tensors hold the address where nothing may be read or written, so that whoever takes it for CPU memory is stopped by
-// the processor (SIGSEGV); kernels use the other one. Operators run the CPU's kernels on copies, backwards in
-// autograd's threads for the device; a copy waits for what its stream has to do (streams.h). Random numbers are the CPU
+// Tensors hold the address that may not be accessed, so that code that takes it for CPU memory is stopped by the
+// processor (SIGSEGV); kernels use the other one. Operators run the CPU's kernels on copies, backwards in autograd's
+// threads for the device; a copy waits for the earlier work of its stream (streams.h). Random numbers are the CPU
 // generator's, from a state of the device's own.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -48,7 +48,7 @@ constexpr c10::DeviceIndex kDevices = 2;
 thread_local c10::DeviceIndex current_device = 0;
 
 struct Allocator final : c10::DeviceAllocator {
-  // As CUDA's allocator does.
+  // Reports to the profiler, as CUDA's allocator does.
   static void report(void* address, int64_t bytes) {
     c10::reportMemoryUsageToProfiler(address, bytes, Arena::get().live(), Arena::get().live(), {kDevice, 0});
   }
@@ -65,7 +65,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
-  // Of both devices: they share their memory.
+  // Counts both devices: they share their memory.
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     auto& bytes = stats.allocated_bytes[size_t(c10::CachingAllocator::StatType::AGGREGATE)];
@@ -79,7 +79,7 @@ struct Allocator final : c10::DeviceAllocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator)
 
-// Of the host, where copies to and from the device end; nothing but a name here.
+// Memory of the host, where copies to and from the device end; nothing but a name here.
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     ++buffers;
@@ -392,7 +392,7 @@ struct Quiet final : c10::WarningHandler {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Quiet quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  // Sizes that depend on values, and answers, make the host wait on any device.
+  // Results that depend on values make the host wait on any device.
   static const auto& waits =
       *new std::set<std::string>{"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"};
   if (!working && waits.count(op.schema().name())) ++host_reads;

@@ -80,7 +80,7 @@ std::string broken_archive(const std::string& seed, Random& random) {
   return mutate_archive(seed, std::move(entries), random, crc32);
 }
 
-// Of a file whose JSON header's length stands at byte `at`. The header says otherwise, and its length fits again.
+// Breaks a file whose JSON header's length stands at byte `at`: the header changes, and its length fits again.
 std::string broken_header(const std::string& seed, size_t at, Random& random) {
   if (chance(random, 4)) return broken_bytes(seed, random);
   uint64_t length = 0;

@@ -43,7 +43,7 @@ def of_torchvision(kind, name, *shape, **options):
     add(f"torchvision {name}", make, lambda: torch.randn(ROWS, 3, *shape))
 
 
-# What vit-pytorch's constructors ask for, by the names of their parameters.
+# Arguments of vit-pytorch's constructors, by the names of their parameters.
 VIT = {
     "image_size": 32, "image_patch_size": 8, "patch_size": 8, "num_classes": 7, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64,
     "dim_head": 16, "frames": 4, "frame_patch_size": 2, "cls_depth": 1, "freq_patch_size": 8, "num_residual_streams": 2, "seq_len": 64,
@@ -72,7 +72,7 @@ rdnet_tiny legacy_xception test_nfnet nf_regnet_b0 dpn48b dla46_c dla60_res2net 
 legacy_seresnet18 selecsls42 rexnet_100 ghostnet_050 ghostnetv2_100 ghostnetv3_050 cspresnet50 cspnext_tiny hgnetv2_b0 lcnet_035 fasternet_t0
 lowformer_b0 csatv2 iformer_t
 """
-# That must be told so.
+# Models that need their size as an argument.
 TIMM_SIZED = """
 botnet26t_256 lambda_resnet26rpt_256 test_vit test_vit2 test_vit3 test_vit4 test_vit_relpos maxvit_pico_rw_256 coatnet_pico_rw_224
 coatnext_nano_rw_224 levit_128s levit_conv_128s mvitv2_tiny efficientvit_m0 mixer_s16_224 gmlp_ti16_224 resmlp_12_224 gmixer_12_224 volo_d1_224
@@ -205,7 +205,7 @@ def with_dropout(model):
 
 
 def of_vit(module, cls, keyword=None, **options):
-    """A module that holds a ViT."""
+    """Returns a module that holds a ViT."""
     vit = importlib.import_module("vit_pytorch.vit").ViT(**{k: VIT[k] for k in VIT_ARGS}, pool="mean")
     made = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)
     return made(**{keyword: vit}, **options) if keyword else made(vit, **options)

@@ -3,7 +3,7 @@
 // of the state, or the number itself. C++'s `torch::tensor({1, 2, 3})`, an `empty` filled one element at a time,
 // becomes one Constant; so does any memory that is written with constants only, and read only after its last write.
 //
-// The values are those of a run, bit for bit: the nodes are run. Left alone: what is random, uninitialised, written by
+// The values are those of a run, bit for bit: the nodes are run. Left alone: what is random, uninitialized, written by
 // anything else, returned (the caller might write it), on the meta device, larger than the limit, or of unknown type.
 #pragma once
 
@@ -15,7 +15,7 @@ struct ConstantFoldingOptions {
   int64_t limit_bytes = 1 << 20;  // of any one tensor on the way
 };
 
-// Answers whether anything changed. Folded tensors are added to the state as "folded_NAME".
+// Returns whether anything changed. Folded tensors are added to the state as "folded_NAME".
 bool constant_folding(Graph& graph, State& state, const ConstantFoldingOptions& options = {});
 
 }  // namespace plumb

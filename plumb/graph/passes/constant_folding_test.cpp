@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/graph/pass.h"
-#include "plumb/graph/passes/testing.h"
+#include "plumb/graph/passes/passes_testing.h"
 
 namespace plumb {
 namespace {

@@ -91,13 +91,13 @@ class Sweep {
     return it == same_.end() ? v : it->second;
   }
 
-  // The value at the beginning of a row of operators that may hand their input back (dropout of nothing, reshape).
+  // Returns the start of a row of operators that may return their input (dropout of nothing, reshape).
   const Value* first(const Value* v) const {
     auto it = first_.find(same(v));
     return it == first_.end() ? same(v) : it->second;
   }
 
-  // The tensors that the value may be. In between, of a longer row, none is looked at.
+  // Returns the tensors that the value may be. In between, of a longer row, none is looked at.
   std::array<const Value*, 2> tensors_of(const Value* v) const { return {same(v), first(v)}; }
 
   Graph& graph_;
@@ -128,7 +128,7 @@ const RegisterPass dead_code_pass({
 bool dead_code(Graph& graph, const State* state, const DeadCodeOptions& options) {
   bool changed = false;
   for (Graph* g : every_graph(graph)) {
-    // What went may show that something else carries no gradient: again until nothing goes.
+    // A removed node may have been the reason why another value carries a gradient: repeat until nothing is removed.
     while (Sweep(*g, state, options).run()) changed = true;
   }
   return changed;

@@ -1,4 +1,4 @@
-// Erases what nobody can see: nodes whose results lead to no output, and writes into memory that nothing reads later.
+// Erases nodes without effect: nodes whose results lead to no output, and writes into memory that nothing reads later.
 //
 // Stays: a write to an input, parameter or buffer; a write that a live node reads through any view; random draws
 // (erasing one would shift the stream of random numbers of all that follow), unless `remove_random`; operators without
@@ -13,9 +13,9 @@ struct DeadCodeOptions {
   bool remove_random = false;
 };
 
-// Answers whether anything was erased.
+// Returns whether anything was erased.
 bool dead_code(GraphModule& module, const DeadCodeOptions& options = {});
-// One graph and those nested in it. Without the state, names are taken for different tensors.
+// Does so in one graph and those nested in it. Without the state, names are taken for different tensors.
 bool dead_code(Graph& graph, const State* state = nullptr, const DeadCodeOptions& options = {});
 
 }  // namespace plumb

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/graph/pass.h"
-#include "plumb/graph/passes/testing.h"
+#include "plumb/graph/passes/passes_testing.h"
 
 namespace plumb {
 namespace {
@@ -125,7 +125,7 @@ TEST(DeadCode, LeavesTheReadAloneThatRenewsTheHistoryOfAWrittenView) {
 }
 )";
   expect_unchanged("dead_code", text);
-  // The same through what hands its input back.
+  // The same through an operator that returns its input.
   std::string handed = text;
   handed.replace(handed.find("  %first:"), 0, "  %d: f32[4, 4]{1, 4} grad = aten::dropout(%t, 0.5, False)\n");
   handed.replace(handed.find("sin(%t)"), 7, "sin(%d)");

@@ -30,7 +30,7 @@ bool has_scatter(const Node& view) {
          view.target() == "aten::diagonal";
 }
 
-// The base with `piece` where the view looks: the inverse of the view.
+// Returns the base with `piece` where the view looks: the inverse of the view.
 Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
   if (view.target() == "aten::select.int")
     return g.call("aten::select_scatter", {base, piece, view.arg("dim"), view.arg("index")});
@@ -52,7 +52,7 @@ Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
                 {base, piece, view.arg("dim"), view.arg("start"), view.arg("end"), view.arg("step")});
 }
 
-// Whether it takes what `in_place` takes, and writes to none of it.
+// Returns whether it takes what `in_place` takes, and writes to none of it.
 bool takes_the_same(const c10::FunctionSchema& pure, const c10::FunctionSchema& in_place) {
   const auto &a = in_place.arguments(), &b = pure.arguments();
   return pure.returns().size() == 1 &&
@@ -256,7 +256,7 @@ class Functionaliser {
     return reps_[v] = origin != origins_.end() && !origin->second.view ? representative(origin->second.parent) : v;
   }
 
-  // The views from the root to the value, in order. Bounded: survey refuses deep ones.
+  // Returns the views from the root to the value, in order. Bounded: survey refuses deep ones.
   std::vector<Node*> path(Value* v) {
     std::vector<Node*> views;
     for (v = representative(v); views.size() <= kMaxViewDepth;) {
@@ -291,7 +291,8 @@ class Functionaliser {
     return it->second.supported;
   }
 
-  // What `v` is now: the root's newest value, or its view of it, made at `use` if the one there is stale.
+  // Returns the value that `v` is now: the root's newest value, or its view of it, made at `use` if there is no fresh
+  // one.
   Value* current(Area& a, Value* v, Node* use) {
     Value* rep = representative(v);
     if (rep == a.root) return a.current;
@@ -303,7 +304,7 @@ class Functionaliser {
     return chain.back();
   }
 
-  // The path of views again, on the root's newest value; the values from the root to `rep`.
+  // Returns the path of views again, on the root's newest value; the values from the root to `rep`.
   std::vector<Value*> make_views(Area& a, Value* rep, Node* before) {
     std::vector<std::pair<Node*, size_t>> steps;
     for (Value* v = rep; v != a.root;) {
@@ -358,7 +359,7 @@ class Functionaliser {
     if (rep != a.root && last_user_.at(rep) != node) current(a, rep, node);
   }
 
-  // What copy_ leaves in its target: cast or broadcast, and new memory if nothing scatters it.
+  // Returns what copy_ leaves in its target: cast or broadcast, and new memory if nothing scatters it.
   Value* copied(Area& a, Node* node, Value* target, const Value* rep) {
     Value* source = node->arg("src").value();
     const TensorMeta from = *source->meta(), to = *rep->meta();
@@ -418,7 +419,7 @@ const RegisterPass functionalise_pass({
 bool functionalise(Graph& graph, const State* state, std::vector<std::string>* report) {
   bool changed = false;
   for (Graph* g : every_graph(graph)) {
-    // What was turned may make it plain that something else has no gradient: again until nothing changes.
+    // A rewritten write may have been the reason why another value carries a gradient: repeat until nothing changes.
     while (true) {
       std::vector<std::string> notes;
       const bool again = Functionaliser(*g, state, report ? &notes : nullptr).run();

@@ -17,7 +17,7 @@ std::string_view base_name(const Node* node) {
   return name.substr(name.rfind(':') + 1);
 }
 
-// The dimensions from the largest stride to the smallest; none if the strides are not those of dense memory.
+// Returns the dimensions from the largest stride to the smallest; none if the strides are not those of dense memory.
 std::optional<std::vector<int64_t>> memory_order(const TensorMeta& type) {
   if (!type.symbols.empty() || type.strides.size() != type.sizes.size()) return std::nullopt;
   std::vector<int64_t> order(type.sizes.size());

@@ -1,9 +1,9 @@
-// What holds for every graph, tried on random ones; and that 100,000 nodes are a normal graph.
+// Properties of every graph, tried on random ones; and that 100,000 nodes are a normal graph.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
-#include "plumb/graph/passes/testing.h"
+#include "plumb/graph/passes/passes_testing.h"
 #include "tests/random_graph.h"
 
 #ifdef __SANITIZE_ADDRESS__
@@ -13,9 +13,9 @@
 namespace plumb {
 namespace {
 
-// Random graphs write to tensors that autograd has saved for an earlier node. What is written then depends on that
-// node, which holds the tensor: a ring that torch never frees, in eager mode either (x = w * 1; a = x.atan();
-// x.copy_(a)).
+// Random graphs write to tensors that autograd has saved for an earlier node. The written value then depends on that
+// node, which holds the tensor: a reference cycle that torch never frees, in eager mode either (x = w * 1; a =
+// x.atan(); x.copy_(a)).
 class Properties : public ::testing::Test {
 #ifdef __SANITIZE_ADDRESS__
   __lsan::ScopedDisabler rings_;

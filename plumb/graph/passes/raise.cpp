@@ -29,7 +29,7 @@ bool keeps_order_of_sums(const Match& match) {
   return true;
 }
 
-// Null, or the node that took the match's place.
+// Returns the node that took the match's place, or null.
 Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
   auto match = rule.pattern.match(root, rule.through_casts);
   if (!match || !is_private(*match) || (rule.exact && !keeps_order_of_sums(*match))) return nullptr;
@@ -40,7 +40,7 @@ Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
   }
   if (!made) return nullptr;
   graph.replace_node(root, made);
-  // What fed the root and is not needed any more; another rule's piece may still be.
+  // Erases the root's former inputs that nothing uses any more; a part of another match may still be used.
   for (size_t i = match->nodes.size() - 1; i-- > 0;) {
     if (!is_used(*match->nodes[i])) graph.erase(match->nodes[i]);
   }

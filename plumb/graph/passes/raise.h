@@ -17,7 +17,7 @@ struct RaiseOptions {
   bool inexact = false;
 };
 
-// Answers whether anything changed; what was raised how often goes to `report`. Not named `raise`: that is signal.h's.
+// Returns whether anything changed; what was raised how often goes to `report`. Not named `raise`: that is signal.h's.
 bool raise_operators(Graph& graph, const RaiseOptions& options = {}, std::vector<std::string>* report = nullptr);
 
 }  // namespace plumb

@@ -136,8 +136,8 @@ Node* cast(Graph& g, Value* value, at::ScalarType type, const Node* root) {
   return made;
 }
 
-// The norm `op` with these arguments after x, all in the wider of the types of x and of the root, and its result in the
-// root's.
+// Returns the norm `op` with these arguments after x, all in the wider of the types of x and of the root, and its
+// result in the root's.
 Node* norm(Graph& g, const Match& m, const char* op, std::vector<Arg> others) {
   Arg x = before_casts(m.at("x"));
   const TensorMeta *type = type_of(x), *root = m.root->result()->meta() ? &*m.root->result()->meta() : type;
@@ -157,7 +157,7 @@ Node* norm(Graph& g, const Match& m, const char* op, std::vector<Arg> others) {
   return cast(g, made->result(), root->dtype, m.root);
 }
 
-// The sizes of these dimensions of x, if they are its last ones and cannot change.
+// Returns the sizes of these dimensions of x, if they are its last ones and cannot change.
 std::optional<std::vector<int64_t>> last_sizes(const Arg& x, const Arg& dims) {
   const TensorMeta* type = type_of(x);
   if (!type || !dims.is_constant() || !dims.constant().isIntList()) return std::nullopt;
@@ -175,7 +175,7 @@ std::optional<std::vector<int64_t>> last_sizes(const Arg& x, const Arg& dims) {
   return sizes.empty() ? std::nullopt : std::optional(sizes);
 }
 
-// Whether a placeholder can be the weight or bias of a norm over these sizes: no activation.
+// Returns whether a placeholder can be the weight or bias of a norm over these sizes: no activation.
 bool is_weight_of(const Match& m, const char* name, const std::vector<int64_t>& sizes) {
   const TensorMeta *w = type_of(m.at(name)), *x = type_of(m.at("x"));
   return w && x && w->sizes == sizes && (x->sizes.size() > sizes.size() || is_state(before_casts(m.at(name))));
@@ -186,7 +186,7 @@ bool is_weight(const Match& m, const char* name) {
   return shape.constant().isIntList() && is_weight_of(m, name, shape.constant().toIntVector());
 }
 
-// Every way to divide a value by the root of %a.
+// Returns every way to divide a value by the root of %a.
 std::vector<std::string> divided_by_root(const std::string& x) {
   const std::string multiplied = " %y = aten::mul.Tensor(" + x + ", %r)",
                     divided = " %y = aten::div.Tensor(" + x + ", %r)";
@@ -212,8 +212,8 @@ void add_norms(std::vector<RaiseRule>& rules) {
     rules.push_back(rule(name, false, placeholders, lines, build, /*through_casts=*/true));
   };
   const std::string eps = " %a = aten::add.Tensor(%v, %eps) ";
-  // Before RMS norms: a centred value divided by its root mean square is one, too. What a variance takes off is often
-  // taken off once more.
+  // Comes before RMS norms: a centered value divided by its root mean square is one, too. The mean subtracted in a
+  // variance is often subtracted once more.
   const std::string centred = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
   std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
                                         "%v = aten::var.dim(%x, %dims, False, True)"};

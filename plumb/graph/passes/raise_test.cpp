@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "plumb/graph/pass.h"
+#include "plumb/graph/passes/passes_testing.h"
 #include "plumb/graph/passes/raise_rules.h"
-#include "plumb/graph/passes/testing.h"
 #include "plumb/graph/pattern.h"
 
 namespace plumb {

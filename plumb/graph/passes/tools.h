@@ -14,10 +14,10 @@ bool flag_option(const PassOptions& options, std::string_view name, bool fallbac
 int64_t number_option(const PassOptions& options, std::string_view name, int64_t fallback);
 double real_option(const PassOptions& options, std::string_view name, double fallback);
 
-// Whether any of the node's results is used.
+// Returns whether any of the node's results is used.
 bool is_used(const Node& node);
 
-// The graph and every graph nested in it, inner ones first, each once.
+// Returns the graph and every graph nested in it, inner ones first, each once.
 std::vector<Graph*> every_graph(Graph& graph);
 
 }  // namespace plumb

@@ -18,7 +18,7 @@ def scale_elementwise(
     grad_input_scale: float,
     constraint: Constraint = "to_output_scale",
 ) -> Callable[..., Tensor]:
-    """A version of ``f(input, ...)`` whose output and input gradient are multiplied by the two scales.
+    """Returns a version of ``f(input, ...)`` whose output and input gradient are multiplied by the two scales.
 
     The scales go through the constraint first.
     """
@@ -36,7 +36,7 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
 
 
 def rms(x: Tensor, dims: Optional[Tuple[int, ...]] = None, keepdim: bool = False, eps: float = 0.0) -> Tensor:
-    """The root of the mean square (plus ``eps``) over ``dims``; half types are computed in float32."""
+    """Returns the root of the mean square (plus ``eps``) over ``dims``; half types are computed in float32."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide.square().mean(dims, keepdim=keepdim) + eps).sqrt().to(x.dtype)
 

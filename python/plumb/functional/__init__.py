@@ -102,7 +102,7 @@ def linear(
 def linear_readout(
     input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, constraint: Constraint = None
 ) -> Tensor:
-    """The linear layer that makes a network's output: its scale is 1 / sqrt(fan-in), small at every width."""
+    """Applies the linear layer that makes a network's output: its scale is 1 / sqrt(fan-in), small at every width."""
     power = (1.0, 0.5, 0.5)
     tied = _tie(constraint, 2, lambda: ops.linear_scales(input, weight, scale_power=power))
     return ops.linear_readout(input, weight, bias, **tied)
@@ -130,7 +130,7 @@ def group_norm(
     bias: Optional[Tensor] = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Group normalisation, with weight and bias gradients of unit scale."""
+    """Group normalization, with weight and bias gradients of unit scale."""
     return ops.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -144,7 +144,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch normalisation, with weight and bias gradients of unit scale."""
+    """Batch normalization, with weight and bias gradients of unit scale."""
     return ops.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
@@ -155,7 +155,7 @@ def layer_norm(
     bias: Optional[Tensor] = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer normalisation, with weight and bias gradients of unit scale."""
+    """Layer normalization, with weight and bias gradients of unit scale."""
     return ops.layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 

@@ -20,7 +20,7 @@ def _sizes(value: Optional[Size]) -> List[int]:
 
 
 def _named(function: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
-    """As if it had been written out under this name: tracers and pickle look at all of these."""
+    """Gives a function this name, as if it had been written out: tracers and pickle look at all of these."""
     function.__name__ = function.__qualname__ = name
     function.__module__ = "plumb.functional"
     function.__doc__ = doc

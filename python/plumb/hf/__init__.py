@@ -67,7 +67,7 @@ def import_folder(
     fresh: int | None = None,
     inputs: dict[str, Any] | None = None,
 ) -> GraphModule:
-    """The model of a folder as a program without weights; with `path` it is written there as a ``.pt2`` file.
+    """Returns the model of a folder as a program without weights; with `path` it is written there as a ``.pt2`` file.
 
     Its parameters are on the meta device until ``Weights.read_into``, ``load`` or ``plumb train --weights`` reads them.
 
@@ -143,7 +143,7 @@ def _text(folder: str, name: str) -> str:
 
 
 def _with_dtype(text: str, config: Any, dtype: torch.dtype) -> str:
-    """The config as it is, but for the dtype of the weights where they get another one."""
+    """Returns the config as it is, but for the dtype of the weights where they get another one."""
     if _dtype(config, "auto") == dtype:
         return text
     known = json.loads(text)
@@ -158,7 +158,7 @@ def load(folder: str | os.PathLike[str], *, stages: int | dict[str, SplitPoint],
 def load(
     folder: str | os.PathLike[str], *, stages: int | dict[str, SplitPoint] | None = None, **how: Any
 ) -> GraphModule | CutPipe:
-    """The model of a folder, with its weights.
+    """Returns the model of a folder, with its weights.
 
     Without `stages` a whole program. With a number of stages, or a dict from names of modules to where to cut there, a
     pipe as `plumb.pipelining.pipeline` makes it, cut by estimated cost: ``build_stage(i, device)`` then reads the tensors of
@@ -182,7 +182,7 @@ def load(
 def save(model: GraphModule | CutPipe, out: str | os.PathLike, *, tokenizer: str | os.PathLike | None = None, group: Any = None) -> None:
     """Writes a folder that ``from_pretrained`` reads, from a program or pipe that was imported from one.
 
-    Of a pipe every rank writes the stages that it built, into one folder that all of them see; all ranks of `group`
+    Every rank of a pipe writes the stages that it built, into one folder that all of them see; all ranks of `group`
     (default: all there are) call this together.
 
     Args:

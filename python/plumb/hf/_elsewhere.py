@@ -11,10 +11,10 @@ import os
 import re
 import sys
 import threading
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Iterator, NoReturn
 
-from .._code_swap import calls_go_to
+from .._capture.cpython import calls_go_to
 from .._errors import Error, ErrorKind
 
 _COUNTS = re.compile("layer|depth|label|block|stage|expert")  # what transformers makes lists of, while it reads
@@ -29,7 +29,7 @@ _hook_is_there = False
 
 
 def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, str] | None:
-    """A sentence and its remedy."""
+    """Returns a sentence and its remedy."""
     text = isinstance(value, str)
     if isinstance(value, int) and value > _MOST_COUNTED and _COUNTS.search(key):
         return f"'{key}' is {str(value)[:20]}; {_MOST_COUNTED} is the most", ""
@@ -45,14 +45,14 @@ def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, s
         )
     if key == "quantization_config" and value is not None:
         return (
-            "its weights are quantised, and cannot be trained as they are",
-            "the folder of the model before it was quantised",
+            "its weights are quantized, and cannot be trained as they are",
+            "the folder of the model before it was quantized",
         )
     return None
 
 
 def refuse_names(path: str, values: Any) -> None:
-    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantised weights, and numbers that
+    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantized weights, and numbers that
     transformers would make lists of as long."""
     left = [("", "", values, False)]
     while left:
@@ -68,7 +68,7 @@ def refuse_names(path: str, values: Any) -> None:
 
 
 def _place_of(name: str, values: Any, place: str = "") -> str:
-    """The key of a config that has this text as its value, "backbone_config.model_name"; "" if none has."""
+    """Returns the key of a config that has this text as its value, "backbone_config.model_name"; "" if none has."""
     if isinstance(values, (dict, list)):
         parts = values.items() if isinstance(values, dict) else ((place, each) for each in values)
         found = (
@@ -80,7 +80,7 @@ def _place_of(name: str, values: Any, place: str = "") -> str:
 
 
 def _roots(folder: str) -> list[tuple[str, bool]]:
-    """Folders, longest names first, and whether code in them is installed. Of the same folder "not" comes first."""
+    """Returns folders, longest names first, and whether code in them is installed (False first if it is both)."""
     from huggingface_hub import constants
 
     modules = [m for name, m in list(sys.modules.items()) if "." not in name and isinstance(m, ModuleType)]
@@ -97,7 +97,7 @@ def _roots(folder: str) -> list[tuple[str, bool]]:
 
 
 class _Watch:
-    """What a thread may do while it imports a folder."""
+    """Restricts a thread while it imports a folder."""
 
     def __init__(self, folder: str, values: Any):
         self.folder, self.values, self.problem = os.path.realpath(folder), values, None
@@ -126,6 +126,13 @@ class _Watch:
             self.refuse(f"code, '{code[0]}'", name)
         return original(*args, **kwargs)
 
+    def get_kernel(self, original: Any, args: tuple, kwargs: dict) -> Any:
+        """In the place of `kernels.get_kernel`, which runs code that it fetches, or has fetched before."""
+        if getattr(_local, "watch", None) is not self:
+            return original(*args, **kwargs)
+        name = str(args[0] if args else kwargs.get("repo_id"))
+        self.refuse(f"a kernel, '{name}', which lies elsewhere", name)
+
     def see(self, event: str, args: tuple) -> None:
         if event in _REACHES_OUT:
             self.refuse(f"something elsewhere ({event}{args[1:2] if event == 'socket.connect' else args[:1]})", "")
@@ -153,10 +160,16 @@ def only_folder(folder: str, values: Any) -> Iterator[None]:
     """While it lasts this thread finds files of a model in the folder alone, opens no connection, and runs no code but that of
     installed packages. Raises plumb.Error(BadFile), also if a library passed over the refusal."""
     global _hook_is_there
+    from transformers.integrations import hub_kernels  # noqa: F401, it imports the package kernels where there is one
     from transformers.utils import hub
 
     watch = _Watch(folder, values)
-    with _one_at_a_time, calls_go_to(hub.cached_files, watch.find):
+    with contextlib.ExitStack() as while_it_lasts:
+        while_it_lasts.enter_context(_one_at_a_time)
+        while_it_lasts.enter_context(calls_go_to(hub.cached_files, watch.find))
+        get_kernel = getattr(sys.modules.get("kernels"), "get_kernel", None)
+        if isinstance(get_kernel, FunctionType):
+            while_it_lasts.enter_context(calls_go_to(get_kernel, watch.get_kernel))
         if not _hook_is_there:  # Python cannot take such a hook away again
             sys.addaudithook(_hook)
             _hook_is_there = True

@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from .. import _C
-from .._capture import capture
+from .._capture.forward import capture
+from .._capture.torch_patches import patched
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER
-from .._tracing import patched
 from ._elsewhere import refuse_names
 
-# Of a config that may come from anywhere:
+# Limits for a config that may come from anywhere:
 _MOST_LAYERS = 1024
 _MOST_PARAMETERS = 1 << 17  # tensors; the most known are some 70,000, of a model with an expert each
 MOST_CONFIG_BYTES = 1 << 24
@@ -35,7 +35,7 @@ _patch_lock = threading.Lock()
 
 
 def transformers() -> Any:
-    """The package. Raises `plumb.Error` where there is none, or an older one than is known."""
+    """Returns the package. Raises `plumb.Error` where there is none, or an older one than is known."""
     try:
         import transformers as package
     except ImportError as error:
@@ -55,7 +55,7 @@ def transformers() -> Any:
 
 
 def read_values(folder: str) -> Any:
-    """What stands in the config.json of a local folder, which names nothing elsewhere."""
+    """Returns the content of the config.json of a local folder, which names nothing elsewhere."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
         raise Error(
@@ -70,7 +70,7 @@ def read_values(folder: str) -> Any:
 
 
 def read_config(folder: str) -> Any:
-    """The config of a local folder."""
+    """Returns the config of a local folder."""
     path, package = os.path.join(folder, "config.json"), transformers()
     remedy = "a model that transformers itself has; code that lies in folders is never run"
     with _told(f"{path}: transformers {package.__version__} cannot read it", ErrorKind.BadFile, remedy):
@@ -87,7 +87,7 @@ def read_config(folder: str) -> Any:
 
 @contextlib.contextmanager
 def _told(message: str, kind: ErrorKind, remedy: str) -> Iterator[None]:
-    """What transformers and torch raise while it lasts becomes a `plumb.Error`, with the first line of what they said."""
+    """Turns errors of transformers and torch into a `plumb.Error`, with the first line of their messages."""
     try:
         yield
     except Error:
@@ -143,8 +143,8 @@ def _quiet() -> Iterator[None]:
 
 
 def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = None) -> nn.Module:
-    """The config's model. Without a `seed` its parameters are on the meta device; with one they are fresh, as the class
-    makes them from that seed. Buffers have their values."""
+    """Returns the config's model. Without a `seed` its parameters are on the meta device; with one they are fresh, as
+    the class makes them from that seed. Buffers have their values."""
     cls = model_class(config)
     config = copy.deepcopy(config)
     for part in {id(p): p for p in (config, config.get_text_config())}.values():
@@ -215,7 +215,7 @@ class _SaysCpu(TorchFunctionMode):
 
 
 def _of_lists(index: Any) -> Any:
-    """An index whose lists are tensors with values; torch would make them on the meta device, without."""
+    """Returns an index whose lists are tensors with values; torch would make them on the meta device, without."""
     if isinstance(index, tuple):
         return tuple(map(_of_lists, index))
     return torch.tensor(index).to("meta") if isinstance(index, list) and index and type(index[0]) is int else index
@@ -268,8 +268,8 @@ def _nothing_remembered() -> Iterator[None]:
 
 
 def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], bool] | None) -> GraphModule:
-    """The forward of a model without weights as a graph for the CPU. Its parameters are on the meta device, and so are
-    buffers that are `stored` with them; other buffers have the model's values."""
+    """Returns the forward of a model without weights as a graph for the CPU. Its parameters are on the meta device, and
+    so are buffers that are `stored` with them; other buffers have the model's values."""
     on_meta = copy.deepcopy(model).to("meta")
     inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), inputs)
     alone = list(inputs) == [model.main_input_name]  # by position, where raw tokens and `plumb run --input` find it

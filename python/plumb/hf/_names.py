@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._capture import capture
+from .._capture.forward import capture
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT
 
@@ -169,7 +169,7 @@ class Names:
 
 
 def stored_by_default(model: nn.Module) -> dict[str, torch.Size]:
-    """As save_pretrained would store the model's tensors: names and shapes."""
+    """Returns names and shapes of the model's tensors as save_pretrained would store them."""
     state, seen = {}, set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:

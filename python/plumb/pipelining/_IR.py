@@ -1,8 +1,7 @@
-"""`pipeline`: a model cut into stages, and `Pipe`, what comes of it."""
+"""`pipeline`, which cuts a model into stages, and its result, `Pipe`."""
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections import OrderedDict
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _C
-from .._capture import GraphModule
+from .._capture.custom_functions import refuse_holders
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
+from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER, sync_state
-from .._tracing import refuse_holders
 from .._trees import unflatten
 from .._unit_scaled import add_mark
 from ..transforms._report import Report
@@ -72,7 +71,7 @@ def _gone() -> None:
 
 
 def _names(engine: Any) -> list[list[str]]:
-    """Of the stages' tensors."""
+    """Returns the names of each stage's tensors."""
     return [[name for name, *_ in engine.stage(s).state()] for s in range(engine.num_stages)]
 
 
@@ -118,7 +117,7 @@ class Pipe(nn.Module):
         return [self.split_gm.get_submodule(call.target) for call in stage_calls(self.split_gm.graph)]
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """A stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
+        """Returns a stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
         if not 0 <= stage_idx < self.num_stages:
             raise InvalidValue(f"Invalid stage index {stage_idx}: stages count from 0 to {self.num_stages - 1}")
         return self._stages()[stage_idx]
@@ -126,7 +125,7 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: Any = None, *, recompute: str = "cheap"
     ) -> _PipelineStageBase:
-        """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
+        """Returns the stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
         `PipelineStage`. Raises `plumb.Error` for a graph made by hand whose stages are no chain."""
         check_chain(self.split_gm.graph)
         module = self.get_stage_module(stage_index).to(device)
@@ -135,13 +134,13 @@ class Pipe(nn.Module):
         return PipelineStage(module, stage_index, self.num_stages, device, group=group, recompute=recompute)
 
     def info(self) -> PipeInfo:
-        """The description of the pipe that every rank needs. It keeps none of the stages alive."""
+        """Returns the description of the pipe that every rank needs. It keeps none of the stages alive."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.split_gm.graph, {}))
         return PipeInfo(graph, self.num_stages, self.has_loss_and_backward)
 
     def print_readable(self) -> str:
-        """Prints the graph and every stage's; answers the text."""
+        """Prints the graph and every stage's; returns the text."""
         return self.split_gm.print_readable()
 
     def __str__(self) -> str:
@@ -219,9 +218,9 @@ class CutPipe(Pipe):
         table = engine.table
         variants = variants or make_variants(engine, source, cut_arguments)
         whole = source.module
-        training, facts = whole._made_in_training, (whole._autocast, whole._mode_line)
+        training = whole._made_in_training
         stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, *facts)
+            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, whole._autocast)
             for s in range(engine.num_stages)
         ]
         has_loss = table.loss_output is not None
@@ -251,12 +250,12 @@ class CutPipe(Pipe):
                 self._devices[s] = stage.device
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list:
-        """A call's inputs as ``split_gm``'s graph takes them; None for what is no tensor."""
+        """Returns a call's inputs as ``split_gm``'s graph takes them; None for what is no tensor."""
         self._sync()
         return self._source.flatten(args, kwargs)
 
     def plain_outputs(self, flat: list, source: Source | None = None) -> tuple:
-        """What ``split_gm``'s graph answers, with the model's outputs that are no tensors in it."""
+        """Returns the outputs of ``split_gm``'s graph, with the model's outputs that are no tensors in it."""
         return tuple(o if p is None else p for o, p in zip(flat, (source or self._source).module._plain_outputs))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
@@ -266,8 +265,8 @@ class CutPipe(Pipe):
         return self.plain_outputs(engine.run_with_backward(flat) if backward else engine.run(flat), source)
 
     def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> tuple[Any, Source]:
-        """A graph is made for one signature: for other sizes, modes, ... a live model is captured and cut again, once for each, with
-        the stages' tensors. What cannot be done so is refused by the engine itself."""
+        """Returns the engine for one signature. For other sizes, modes, ... a live model is captured and cut again,
+        once for each, with the stages' tensors. The engine itself refuses a call for which that is impossible."""
         variants = self._variants
         if variants is None:
             return self._engine, self._source
@@ -283,7 +282,7 @@ class CutPipe(Pipe):
                 if not cut or _names(cut) != _names(variant.engine):
                     return self._engine, source
             else:
-                cut = variants.cut(source, variant.facts)
+                cut = variants.cut(source, variant.facts, variant.arguments)
             others[sizes] = cut
         for s, device in enumerate(self._devices):
             state = self._engine.stage(s).state()
@@ -292,7 +291,7 @@ class CutPipe(Pipe):
         return others[sizes], source
 
     def _variant(self) -> Any:
-        """The variant that all stages are to run."""
+        """Returns the variant that all stages are to run."""
         stages, variants = self._stages(), self._variants
         facts = [(stage.training if variants.depends_on_mode else self.training, stage.dtypes()) for stage in stages]
         if any(f != facts[0] for f in facts):
@@ -304,7 +303,7 @@ class CutPipe(Pipe):
         return variants.current(*facts[0])
 
     def unflatten(self, outputs: tuple) -> Any:
-        """A call's flat outputs in the structure that the model returns."""
+        """Returns a call's flat outputs in the structure that the model returns."""
         return unflatten(outputs, self._source.module._out_spec)
 
     # --- stages ---
@@ -328,7 +327,7 @@ class CutPipe(Pipe):
         return replace(super().info(), **told)
 
     def serialize_stage(self, stage_index: int) -> bytes:
-        """A stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
+        """Returns a stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
         self.get_stage_module(stage_index)
         self._sync()
         return self._engine.serialize_stage(stage_index)
@@ -352,9 +351,9 @@ class CutPipe(Pipe):
         self._sync()
 
     def merge_state_dict(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
-        """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
-        their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first;
-        over several ranks ``schedule.gather_stage_states()`` answers it.
+        """Returns the whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors
+        that share their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks,
+        loaded first; over several ranks ``schedule.gather_stage_states()`` returns it.
 
         Raises `plumb.Error` naming a replicated parameter whose copies differ, or the stages that run on other ranks if
         no states are given.
@@ -373,7 +372,7 @@ class CutPipe(Pipe):
         return merged
 
     def merge(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> GraphModule:
-        """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
+        """Returns the undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
         self._merged(stage_states)
         engine = self._engine.merge()
         self._share_copies()
@@ -382,13 +381,13 @@ class CutPipe(Pipe):
         return merged
 
     def save_pt2(self, path: str | os.PathLike, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """The undivided model as a ``.pt2`` file. What a file knew that it was cut from (ranges of sizes, sample
-        inputs) is kept."""
+        """Writes the undivided model as a ``.pt2`` file. Keeps ranges of sizes and sample inputs of a file that it came
+        from."""
         save_pt2(self.merge(stage_states), path)
 
     # --- to look at ---
     def print_readable(self, print_output: bool = True) -> str:
-        """Prints the top graph, what flows between the stages, the backward, and every stage's graph; answers the text."""
+        """Prints the top graph, what flows between the stages, the backward, and every stage's graph; returns the text."""
         self._sync()
         text = self._engine.print_readable()
         if print_output:
@@ -397,10 +396,10 @@ class CutPipe(Pipe):
 
     def wire_report(self) -> Report:
         """The values that cross between stages, their formats and bytes of one microbatch; the title has the sum."""
-        return Report([json.loads(self._engine.table.wire_report())])
+        return Report([self._engine.table.wire_report()])
 
     def cost_report(self) -> str:
-        """A table of what every stage costs, estimated from shapes: time, messages, memory."""
+        """Returns a table of what every stage costs, estimated from shapes: time, messages, memory."""
         return self._engine.cost_report()
 
     # --- copies: the undivided model, where it was cut, and every stage's tensors ---
@@ -434,7 +433,7 @@ def _cut(
 def _rebuild(
     source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, variants: Any
 ) -> CutPipe:
-    """A pipe's copy: cut again at the same places, with the stages' own tensors."""
+    """Returns a pipe's copy: cut again at the same places, with the stages' own tensors."""
     engine = _C.cut(source.engine, **arguments)
     for s, (state, device) in enumerate(zip(stages, devices)):
         _put_stage(engine, s, state, device)
@@ -465,7 +464,7 @@ def pipeline(
         split_policy: a function that puts marks into the model's ``torch.fx`` graph, a policy object (`Balanced`,
             `split_into_equal_size`, `split_on_size_threshold`, `StagePolicy`), or "balanced", "estimated", "equal_size".
         num_stages: for policies by name; else checked, if given.
-        multi_use_param_spec: what becomes of a parameter that several stages use, for all or by full name. Default:
+        multi_use_param_spec: the treatment of a parameter that several stages use, for all or by full name. Default:
             REPLICATE.
         output_loss_value_spec: the outputs' structure with True for the loss and False elsewhere; "auto" for an output
             "loss". The pipe then has a backward.
@@ -474,7 +473,7 @@ def pipeline(
             between processes as codes, one byte each. Integers and values without a gradient (masks) stay as they are;
             ``wire_report()`` says what travels how.
         wire_exclude: patterns of the names of values that travel as they are, as that report names them.
-        move_cuts: whether a cut through memory that is written may move to where it is right (said in ``notes``).
+        move_cuts: whether a cut through memory that is written may move to where it is right (see ``notes``).
 
     Cuts before the first and after the last operator, and cuts next to each other, make no empty stages.
 

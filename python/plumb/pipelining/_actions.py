@@ -81,7 +81,7 @@ def _table(schedule: _C.Schedule) -> Table:
 
 
 def _schedule(actions: Table, ranks: list[int] | None = None, num_microbatches: int = 0, name: str = "") -> _C.Schedule:
-    """The engine's table. Without `ranks` (by stage) the stages are where the table runs them."""
+    """Returns the engine's table. Without `ranks` (by stage) the stages are where the table runs them."""
     rows = [actions[rank] for rank in sorted(actions)]
     for rank, row in enumerate(rows):
         for step, action in enumerate(row):
@@ -98,7 +98,7 @@ def _check(schedule: _C.Schedule, *how: bool) -> None:
 def _validate_schedule(
     actions: Table, pp_group_size: int, num_stages: int, num_microbatches: int, forward_only: bool = False
 ) -> dict[int, int]:
-    """Proves that a table is complete, in order and free of deadlock, and answers which rank runs which stage."""
+    """Proves that a table is complete, in order and free of deadlock. Returns which rank runs which stage."""
     if sorted(actions) != list(range(pp_group_size)):
         raise InvalidSchedule(f"the schedule has rows for ranks {sorted(actions)}, the group has {pp_group_size} ranks")
     computes: Table = {

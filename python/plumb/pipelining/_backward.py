@@ -26,7 +26,7 @@ def map_debug_info(values: Any) -> Any:
 
 
 def _get_grad_fn_or_grad_acc(t: torch.Tensor) -> Node | None:
-    """The node of autograd's graph that a gradient of `t` goes to; None if it has none."""
+    """Returns the node of autograd's graph that a gradient of `t` goes to; None if it has none."""
     return get_gradient_edge(t).node if t.requires_grad else None
 
 
@@ -146,10 +146,11 @@ def stage_backward_input(
     input_values: Iterable[Any],
     weights: Iterator[torch.nn.Parameter],
 ) -> tuple[tuple[torch.Tensor | None, ...], list[MutableMapping[str, Any]]]:
-    """The input half: gradients of the inputs, which are also added to their ``.grad``; no weight's ``.grad`` changes.
+    """Runs the input half: returns the inputs' gradients and adds them to their ``.grad``; no weight's ``.grad``
+    changes.
 
     `output_grads` None: ones. The gradients have their inputs' places: None for what is no tensor or requires no gradient,
-    and for one that came before. The answer's second part is for `stage_backward_weight`, which adds to the ``.grad`` of
+    and for one that came before. The second result is for `stage_backward_weight`, which adds to the ``.grad`` of
     these `weights` and of no other leaf. The outputs leave autograd's graph, so that what only this half needed is freed.
     """
     outputs = _as_list(stage_outputs_or_loss)
@@ -171,8 +172,8 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterator[torch.nn.Parameter], param_groups: Sequence[MutableMapping[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """The weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward would have;
-    answers the ``.grad`` of `weights` in order."""
+    """Runs the weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward
+    would have; returns the ``.grad`` of `weights` in order."""
     weights = list(weights)
     for group in param_groups:
         if isinstance(group, _WeightHalf) and not group.replaced:
@@ -209,7 +210,7 @@ def _group_backward(weights: list[torch.nn.Parameter], group: MutableMapping[str
 
 
 def _parts(value: Any) -> dict | None:
-    """Of a dict, tuple or list."""
+    """Returns the items of a dict, tuple or list by key."""
     return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, (tuple, list)) else None
 
 
@@ -232,9 +233,9 @@ def _collect(output, grad, outputs: list, grads: list) -> None:
 def stage_backward(
     stage_output, output_grads, input_values: Iterable[Any], outputs_with_grads_idxs: list[int] | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Adds to the gradients of all leaves and answers those of the inputs, whose ``.grad`` is unset again. What an input's
-    ``.grad`` held before is part of its answer. A tensor that comes twice has its gradient at the first place and None at
-    the second.
+    """Accumulates gradients into all leaves. Returns the inputs' gradients and resets their ``.grad`` to None. An
+    input's earlier ``.grad`` is added to its returned gradient. A tensor that comes twice has its gradient at the first
+    place and None at the second.
 
     Outputs and their gradients may be nested tuples, lists and dicts; a gradient may be None for a number, which then
     counts once. Raises `plumb.Error` whose ``where`` describes outputs, gradients and inputs.
@@ -276,7 +277,7 @@ def _whole_backward(stage_output, output_grads, inputs: list) -> tuple[torch.Ten
 
 
 def _null_coalesce_accumulate(lhs, rhs):
-    """The sum of two values, of which each may be None."""
+    """Returns the sum of two values, of which each may be None."""
     if lhs is None:
         return rhs
     return lhs if rhs is None else torch.add(lhs, rhs)

@@ -27,7 +27,7 @@ def detached(value: Any) -> Any:
 
 
 def flat_output(output: Any) -> list[torch.Tensor | None]:
-    """The tensors that a stage returned, in order."""
+    """Returns the tensors that a stage returned, in order."""
     return [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
 
 
@@ -47,8 +47,8 @@ def check_alike(where: str, expected: list, actual: list) -> None:
 
 
 def pack(output) -> list[torch.Tensor | None]:
-    """A stage's output as flat tensors. Unless it is a tensor or a tuple or list of them, None and the structure (as
-    text in a tensor) come first."""
+    """Returns a stage's output as flat tensors. Unless it is a tensor or a tuple or list of them, None and the
+    structure (as text in a tensor) come first."""
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, (tuple, list)) and all(isinstance(v, torch.Tensor) for v in output):
@@ -64,7 +64,7 @@ def pack(output) -> list[torch.Tensor | None]:
 
 
 def unpack(values: list[torch.Tensor | None]) -> tuple:
-    """The positional arguments that `pack` made flat."""
+    """Returns the positional arguments that `pack` made flat."""
     if not values or values[0] is not None:
         return tuple(values)
     try:
@@ -78,7 +78,7 @@ def unpack(values: list[torch.Tensor | None]) -> tuple:
 
 
 def accepted(module, kwargs: dict[str, Any]) -> set[str]:
-    """The names among `kwargs` that a module's forward takes."""
+    """Returns the names among `kwargs` that a module's forward takes."""
     try:
         parameters = inspect.signature(module.forward if isinstance(module, torch.nn.Module) else module).parameters
     except (TypeError, ValueError):
@@ -110,9 +110,11 @@ def names_of(stages: list) -> dict[int, str]:
 class EngineStage:
     """A stage as the engine calls it. `names`: of parameters in the whole pipeline, by id."""
 
+    graph: Any = None  # in a step: the `_C.GraphStage` that the engine runs in place of `run`, if Python has no part in the forward
+
     def __init__(self, stage: Any, names: dict[int, str] | None = None):
         self._stage, self._names = stage, names or names_of([stage])
-        self.weight_work, self.recompute = stage.dw_builder, stage.recompute
+        self.weight_work, self.recompute, self.is_last = stage.dw_builder, stage.recompute, stage.is_last
 
     @property
     def device(self) -> torch.device:
@@ -125,13 +127,16 @@ class EngineStage:
         return [(self._names[id(parameter)], parameter) for _, parameter in self._stage.summed_parameters()]
 
     def run(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
-        stage = self._stage
-        try:
-            return stage._run_function(inputs, microbatch, sizes)
-        except BaseException as error:
-            caller = stage._step or stage
-            caller.failure = caller.failure or error
-            raise
+        return self._stage._run_function(inputs, microbatch, sizes)
+
+    def finish(self, values: Values, microbatch: int) -> Values:
+        """Hands over what the graph of the last stage returned. Returns the microbatch's loss, if there is one."""
+        return self._stage._step.finish(values[0] if len(values) == 1 else tuple(values), microbatch)
+
+    def note(self, error: BaseException) -> None:
+        """Keeps the first exception of a step, which becomes the cause of the step's error."""
+        caller = self._stage._step or self._stage
+        caller.failure = caller.failure or error
 
 
 class ChunkSteps:
@@ -174,6 +179,10 @@ class ChunkSteps:
     get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
 
     # --- what the engine calls ---
+    def graph_alone(self) -> Any:
+        """Returns the `_C.GraphStage` that is this stage's whole forward now; None if Python has a part in it."""
+        return None
+
     def _run_function(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
         call, step = self._calls.get(microbatch), self._step
         if self.layout is not None:
@@ -224,7 +233,7 @@ class ChunkSteps:
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple, kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
-        """Runs a microbatch's forward and answers what the module returned. `args` are the first stage's; the others
+        """Runs a microbatch's forward and returns what the module returned. `args` are the first stage's; the others
         take what has arrived from the stages before."""
         self._check_chunk_id(fwd_chunk_id)
         given = [] if self.layout is None else self.model_inputs(args, kwargs or {})
@@ -269,7 +278,7 @@ class ChunkSteps:
             )
 
     def get_local_bwd_output(self, mb_index: int) -> tuple:
-        """The gradients of a microbatch's inputs that the stage before, on this rank, made."""
+        """Returns the gradients of a microbatch's inputs that the stage before, on this rank, made."""
         if not self.has_backward:
             raise InvalidSchedule(f"{self.log_prefix} there are no gradients in a step without a backward")
         self._check_chunk_id(mb_index)

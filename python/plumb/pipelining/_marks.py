@@ -33,7 +33,7 @@ class SplitPoint(Enum):
 
 
 class PipeSplitWrapper:
-    """Where `SplitPoint` used to live."""
+    """The former home of `SplitPoint`."""
 
     SplitPoint = SplitPoint
 
@@ -101,13 +101,14 @@ def _forward_with_marks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def unmarked_forward(module: nn.Module) -> Any:
-    """The forward that a module had before it was marked; the module itself if it is not."""
+    """Returns the forward that a module had before it was marked; the module itself if it is not."""
     points = module.__dict__.get("_plumb_split_points")
     return module if points is None else points.forward
 
 
 class Marks:
-    """What `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes it off again."""
+    """Marks that `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes them off.
+    """
 
     def __init__(self, added: list[tuple[nn.Module, SplitPoint]], names: dict[nn.Module, str]):
         self._added, self._names = added, names
@@ -143,7 +144,7 @@ class Marks:
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Marks:
     """Marks cuts before or after the modules that `spec` names, at every call of them.
 
-    A mark that is there already is not put twice. The model stays marked until ``remove()`` of the answer, which may
+    A mark that is there already is not put twice. The model stays marked until ``remove()`` of the result, which may
     also be used in a ``with`` statement; `pipeline(split_spec=...)` does all this by itself. Raises `plumb.Error` (an
     AttributeError too) for a name that is no module, and changes nothing then.
     """
@@ -166,7 +167,7 @@ class PipeSequential(nn.Sequential):
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """The same modules (shallow copies, shared parameters) under the same names."""
+        """Returns the same modules (shallow copies, shared parameters) under the same names."""
         marked = PipeSequential()
         for name, module in sequential_instance.named_children():
             marked.add_module(name, copy.copy(module))

@@ -3,6 +3,7 @@ with methods of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import warnings
 import weakref
@@ -50,8 +51,8 @@ def _overrides(stage: Any, names: Iterable[str]) -> list[str]:
 
 
 def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> InvalidSchedule | None:
-    """Before the first step: has stages prepare themselves that do so. Answers why a table with actions cannot be run, if
-    it cannot. Raises `InvalidSchedule` for messages to others than neighbours."""
+    """Before the first step: has stages prepare themselves that do so. Returns why a table with actions cannot be run, if
+    it cannot. Raises `InvalidSchedule` for messages to others than neighbors."""
     refused = None
     for stage in stages:
         if _overrides(stage, ["_prepare_forward_infra"]):
@@ -102,7 +103,7 @@ class CustomFunctions:
         When it is called the action's values and gradients have arrived, those of both parts of a pair (OVERLAP_F_B).
         The function calls the stage's ``forward_one_chunk``, ``backward_one_chunk`` or ``backward_weight_one_chunk`` (a
         pair's from two threads if it likes) and ``context.schedule_ref._maybe_compute_loss``. What they made is then
-        checked and handed on, to stages of the same rank too. The parts of a pair without a function of its own go to
+        checked and passed on, to stages of the same rank too. The parts of a pair without a function of its own go to
         theirs. REDUCE_GRAD comes when a stage's gradients are complete, and scales them.
         """
         if computation_type.value.startswith(("SEND", "RECV")):
@@ -167,7 +168,7 @@ class _Step:
         self.context = _PipelineContext(schedule, args, kwargs, targets)
         self.rows = rows_of(args if targets is None else targets)
         self.weights = [n * len(self.rows) / sum(self.rows) for n in self.rows] if schedule.scale_grads else []
-        # Of stages cut from a graph, by microbatch: the model's inputs, None for what is not given here.
+        # The model's inputs of stages cut from a graph, by microbatch; None for an input that is not given here.
         cut = run.stages[0].layout is not None
         self.model_inputs = [run.stages[0].model_inputs(*given) for given in zip(args, kwargs)] if cut else []
         self.outputs: dict[int, Any] = {}
@@ -203,7 +204,7 @@ class _Step:
         return loss
 
     def finish(self, output: Any, microbatch: int) -> list[torch.Tensor]:
-        """Of the last stage."""
+        """Takes an output of the last stage. Returns its losses."""
         if self.keep_outputs:
             self.outputs[microbatch] = detached(output)
         if self.schedule._loss_fn is None:
@@ -257,7 +258,7 @@ class Run:
         group = self.stages[0].group
         if group is None and self.stages[0].group_size > 1:
             group = dist.distributed_c10d._get_default_group()
-        local = {stage.stage_index: EngineStage(stage, names) for stage in self.stages}
+        local = self._engine_stages = {stage.stage_index: EngineStage(stage, names) for stage in self.stages}
         if len(local) != len(stages):
             raise Error(f"two stages of this rank have the same index: {[stage.stage_index for stage in self.stages]}")
         if group is not None and dist.get_world_size(group) == 1:
@@ -284,7 +285,7 @@ class Run:
         self.driver = self.pipeline.driver()
 
     def step(self, schedule, args, kwargs, targets, loss_kwargs, keep_outputs: bool, train: bool) -> list[torch.Tensor]:
-        """Answers this rank's losses; its last stage gets its outputs."""
+        """Returns this rank's losses; its last stage gets its outputs."""
         step = self.current = schedule._step = _Step(
             self, schedule, args, kwargs, targets, loss_kwargs, keep_outputs, train
         )
@@ -294,6 +295,9 @@ class Run:
         try:
             for stage in self.stages if train else ():
                 stage.hold_gradients()
+            for stage in self.stages if not self.has_hooks else ():
+                with contextlib.suppress(Exception):  # which the forward raises in its place, so that the other ranks hear of it
+                    self._engine_stages[stage.stage_index].graph = stage.graph_alone()
             self.pipeline.run(step.model_inputs, step.rows, train)
             if train:
                 for stage in self.stages:
@@ -310,6 +314,7 @@ class Run:
             raise raised(error.message, kind=error.kind, where=error.where, remedy=error.remedy) from failure
         finally:
             for stage in self.stages:
+                self._engine_stages[stage.stage_index].graph = None
                 stage.release_gradients()
                 stage._step = None
             self.current = schedule._step = None
@@ -347,7 +352,7 @@ class Run:
 
 
 def rows_of(microbatches: list) -> list[int]:
-    """How many rows each microbatch has, which is how much its loss counts; empty if they are alike."""
+    """Returns how many rows each microbatch has, which is how much its loss counts; empty if they are alike."""
     rows = []
     for microbatch in microbatches:
         sizes = [v.shape[0] for v in pytree.tree_leaves(microbatch) if isinstance(v, torch.Tensor) and v.dim() > 0]

@@ -109,7 +109,7 @@ class _PipelineSchedule(CustomFunctions):
         return self._runnable(self.pipeline_order)
 
     def _runnable(self, actions: Table | None) -> _C.Schedule:
-        """The actions that compute, and others that functions stand for."""
+        """Returns the actions that compute, and others that functions stand for."""
         if not actions:
             raise InvalidSchedule("the schedule has no actions", remedy="load a table before the first step")
         return _schedule(compute_actions(actions, self._functions), None, self._n_microbatches, type(self).__name__)
@@ -126,7 +126,7 @@ class _PipelineSchedule(CustomFunctions):
         """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
 
         Every rank gives what its own stages need: `args` on the rank of the first stage, `target` on the rank of the
-        last. `losses` is filled with a loss a microbatch there, and the outputs are answered as one; elsewhere None.
+        last. `losses` is filled with a loss a microbatch there, and the outputs are returned as one; elsewhere None.
 
         Raises `plumb.Error` that names rank and action if a stage fails; every other rank raises one that names this
         rank and repeats what it said.
@@ -185,8 +185,8 @@ class _PipelineSchedule(CustomFunctions):
         )
 
     def gather_stage_states(self) -> list[dict[str, torch.Tensor]]:
-        """The ``state_dict`` of every stage, from the ranks that run them: for `Pipe.merge_state_dict` and the like. All
-        ranks must ask. Tensors are copies on the CPU, parameters of sharded modules whole."""
+        """Returns the ``state_dict`` of every stage, from the ranks that run them: for `Pipe.merge_state_dict` and the
+        like. All ranks must ask. Tensors are copies on the CPU, parameters of sharded modules whole."""
         parts: list[Any] = [{stage.stage_index: stage.state_on_cpu() for stage in self._stages}]
         stage = self._stages[0]
         if stage.group_size > 1:
@@ -196,8 +196,8 @@ class _PipelineSchedule(CustomFunctions):
         return [states[index] for index in range(self._num_stages)]
 
     def timeline(self) -> list[tuple[int, str, float, float, float]]:
-        """The last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All ranks must
-        ask; `record_timeline` must be set."""
+        """Returns the last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All
+        ranks must ask; `record_timeline` must be set."""
         return [event[:5] for event in self._events()]
 
     def bytes_sent(self) -> dict[tuple[int, str], int]:
@@ -220,7 +220,7 @@ class _PipelineSchedule(CustomFunctions):
             _C.write_file(os.fspath(filename), text)
 
     def measured_bubble(self) -> float:
-        """The share of the last step in which ranks did not compute. All ranks must ask."""
+        """Returns the share of the last step in which ranks did not compute. All ranks must ask."""
         return _C.measured_bubble(self._events())
 
     def _check_inputs(self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None) -> tuple[list, list]:
@@ -243,7 +243,7 @@ class _PipelineSchedule(CustomFunctions):
 
 
 def compute_actions(actions: Table, others: Container = ()) -> Table:
-    """The actions that compute, and those of `others` kinds."""
+    """Returns the actions that compute, and those of `others` kinds."""
     return {
         rank: [a for a in row if a is not None and (a.is_compute_op or a.computation_type in others)]
         for rank, row in actions.items()

@@ -21,11 +21,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import GraphModule, capture_engine, positional_names
+from .._capture.forward import capture_engine, positional_names
+from .._capture.guards import Guards
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
-from .._guards import Guards
+from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
@@ -47,7 +48,7 @@ class Source:
     arguments: list[tuple[str, int]]  # per flat input: the argument it belongs to, and which leaf of it
     parameters: list[str]  # names of the forward's positional parameters
     example: list | None = None
-    again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
+    again: Any = None  # of a live module: captures it for other inputs; returns None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
     unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
     model: Callable[[], nn.Module | None] = lambda: None  # the live module as long as it exists
@@ -82,12 +83,12 @@ class Source:
         return tuple(given[n] for n in names[:num_args]), {n: given[n] for n in keywords}
 
     def inputs(self, flat: list) -> tuple[tuple, dict]:
-        """The arguments of a call with these flat inputs."""
+        """Returns the arguments of a call with these flat inputs."""
         leaves = [value if known is None else known for value, known in zip(flat, self.module._plain_inputs)]
         return pytree.tree_unflatten(leaves, self.module._in_spec)
 
     def modes(self) -> tuple[bool, ...] | None:
-        """The training modes of a live module's parts; None if there is none."""
+        """Returns the training modes of a live module's parts; None if there is none."""
         model = self.model()
         return None if model is None else tuple([sub.training for sub in model.modules()])
 
@@ -187,7 +188,7 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
-    """A captured module, or one from a file, whose graph takes and checks every input itself."""
+    """Returns a captured module, or one from a file, whose graph takes and checks every input itself."""
     sync_state(module._engine, module._slots)
     program = module._program
     parameters = list(program.argument_names) if program is not None else []
@@ -220,7 +221,7 @@ def from_exported(program: torch.export.ExportedProgram, args: tuple, kwargs: di
 
 
 def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -> tuple[Source, Any]:
-    """The source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
+    """Returns the source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
     if isinstance(args, Mapping) or args is None:
         raise InvalidType(
             f"mb_args is a {type(args).__name__}, not a tuple of inputs by position: mb_args=(), and names in mb_kwargs"
@@ -378,7 +379,7 @@ def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
 
 class MultiUseParameterConfig(Enum):
     """How a parameter of several stages is kept: the first stage owns it and sends it with every microbatch,
-    or each stage has a copy, whose gradients are summed before the optimiser's step."""
+    or each stage has a copy, whose gradients are summed before the optimizer's step."""
 
     TRANSMIT = 1
     REPLICATE = 2

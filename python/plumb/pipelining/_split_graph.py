@@ -22,7 +22,7 @@ PP_SUBMOD_PREFIX = "submod_pp"
 
 
 def get_submod_name(stage_idx: int) -> str:
-    """The name of a stage's module in ``Pipe.split_gm``: "submod_pp_0"."""
+    """Returns the name of a stage's module in ``Pipe.split_gm``: "submod_pp_0"."""
     return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
 
 
@@ -87,7 +87,7 @@ def top_graph(input_names: list[str], table: Any, with_backward: bool) -> fx.Gra
 
 
 def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
-    """How many stages a top graph calls; each call learns its number as ``meta["stage_idx"]``."""
+    """Returns how many stages a top graph calls; each call learns its number as ``meta["stage_idx"]``."""
     calls = [n for n in gm.graph.nodes if n.op == "call_module" and n.target.startswith("submod_")]
     for node in calls:
         node.meta["stage_idx"] = int(node.target.rpartition("_")[2])
@@ -114,7 +114,7 @@ def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> Non
 
 
 def split_module(graph: fx.Graph, stages: list[nn.Module]) -> fx.GraphModule:
-    """The graph with its stages as children. It is run by a `Pipe`, not by itself."""
+    """Returns the graph with its stages as children. It is run by a `Pipe`, not by itself."""
     root = nn.Module()
     for s, stage in enumerate(stages):
         root.add_module(get_submod_name(s), stage)
@@ -133,8 +133,8 @@ def refuse_to_run(*_: Any, **__: Any) -> None:
 
 
 def stage_calls(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of stages in a top graph, in order. Raises `plumb.Error` (an AssertionError too) for a node that is no part
-    of one."""
+    """Returns the calls of stages in a top graph, in order. Raises `plumb.Error` (an AssertionError too) for a node
+    that is no part of one."""
     functions = (operator.getitem, stage_backward, _null_coalesce_accumulate)
     for node in graph.nodes:
         fits = node.op in ("placeholder", "call_module", "output") or (node.op == "call_method" and node.target == "backward")
@@ -160,7 +160,7 @@ def check_chain(graph: fx.Graph) -> None:
 
 
 def log_cut(pipe: nn.Module, names: list[str]) -> None:
-    """Says what came of the whole model's parameters and buffers, `names`."""
+    """Logs where the whole model's parameters and buffers, `names`, went."""
     for by_stage in pipe.replicated_params:
         name = next(iter(by_stage.values()))
         logger.info("Parameter %s used in multiple stages: %s.", name, ", ".join(by_stage))
@@ -179,7 +179,7 @@ def log_cut(pipe: nn.Module, names: list[str]) -> None:
 
 
 def shared_parameters(split_gm: fx.GraphModule) -> list[dict[str, str]]:
-    """Of each parameter that several stages hold, its name by stage."""
+    """Returns, for each parameter that several stages hold, its name by stage."""
     users: dict[nn.Parameter, dict[str, str]] = {}
     for stage, module in split_gm.named_children():
         for name, parameter in module.named_parameters():
@@ -188,7 +188,7 @@ def shared_parameters(split_gm: fx.GraphModule) -> list[dict[str, str]]:
 
 
 def bind_inputs(module: fx.GraphModule, args: tuple, kwargs: dict) -> tuple:
-    """A call's values in the order of the graph's placeholders, whose names may be keywords."""
+    """Returns a call's values in the order of the graph's placeholders, whose names may be keywords."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return tuple(bound.arguments.values())[1:]
@@ -230,7 +230,8 @@ class DetachExecutor(fx.Interpreter):
         if n.target is not stage_backward:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}  # which its answer is about
+        kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}  # values that its
+                                                                                                  # result belongs to
         if (taking_part := kwargs.get("outputs_with_grads_idxs")) is not None:
             # A gradient that the graph names and that is None here: the loss does not depend on that output.
             named, grads = n.kwargs["output_grads"], kwargs["output_grads"]

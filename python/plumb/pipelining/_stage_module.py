@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import GraphModule
+from .._capture.guards import Guards
 from .._errors import Error, ErrorKind
-from .._guards import Guards
+from .._graph_module import GraphModule
 from .._state import CONSTANT, own_parameters, sync_state
 from ._split_graph import top_graph
 from ._utils import PipeInfo
@@ -37,7 +37,7 @@ MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of t
 
 
 def sizes_of(values: Any) -> Sizes:
-    """The sizes of the model's inputs, as values that a stage called by hand returned carry them."""
+    """Returns the sizes of the model's inputs, as values that a stage called by hand returned carry them."""
     known: Sizes = {}
     for value in values:
         known.update(getattr(value, MARK, {}))
@@ -82,7 +82,7 @@ class StageModule(GraphModule):
 
     def __init__(
         self, engine: Any, stage_index: int, table: Any, arguments: list, training: bool, variants=None, remedy=None,
-        autocast: tuple | None = None, mode_line: str = "",
+        autocast: tuple | None = None,
     ):  # fmt: skip
         inputs, outputs = table.inputs(stage_index), table.outputs(stage_index)
         in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
@@ -100,18 +100,18 @@ class StageModule(GraphModule):
         )
         own_parameters(engine)
         super().__init__(engine, in_spec, out_spec, None, [None] * len(outputs), [], training=training, autocast=autocast)
-        self._mode_line = mode_line
 
     def _register(self) -> None:
         super()._register()
         table, variants, remedy = self._cut
         specializer = None if variants is None else variants.base.specializer
         self.__dict__["_stage"] = _C.GraphStage(self._engine, table, self.stage_index, specializer, remedy)
+        self.__dict__["_calls_python"] = any(node.target == "plumb::python_function" for node in self.graph.nodes)
         self.__dict__["_others"] = weakref.WeakKeyDictionary()  # by variant: graph, stage and slots
         self.__dict__["_kinds"] = None
 
     def __getstate__(self) -> dict:
-        dropped = ("_stage", "_others", "_kinds", "_given")
+        dropped = ("_stage", "_calls_python", "_others", "_kinds", "_given")
         return {key: value for key, value in super().__getstate__().items() if key not in dropped}
 
     def graph_key(self) -> tuple:
@@ -121,12 +121,12 @@ class StageModule(GraphModule):
 
     # --- the model that it is a part of, for other modes, dtypes, ... ---
     def variant(self) -> Variant | None:
-        """The variant of the model that it runs now; None if it holds one graph alone."""
+        """Returns the variant of the model that it runs now; None if it holds one graph alone."""
         variants = self._cut[1]
         return None if variants is None else variants.current(self.training, self.dtypes())
 
     def dtypes(self) -> dict[torch.dtype, torch.dtype]:
-        """What the stage's tensors were converted to since it was cut."""
+        """Returns the dtypes that the stage's tensors were converted to since it was cut."""
         if self._kinds is None or not self._kinds[0].hold():
             guards, cut, found = Guards(), self._cut[1].base.source.kinds, {}
             guards.add_state(self._slots)
@@ -164,6 +164,17 @@ class StageModule(GraphModule):
             return self._fx_forward(*args) if self._as_cut(args) else self._run_uncompiled(args)
         return self._run(args)
 
+    def graph_alone(self) -> Any:
+        """Returns the `_C.GraphStage` that a call runs now. None if Python has a part in the call: hooks, a compiled or
+        another forward, custom autograd functions."""
+        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        if self._calls_python or any(hooks) or nn.modules.module._has_any_global_hook():
+            return None
+        if "forward" in self.__dict__ or self._compiled_call_impl is not None:
+            return None
+        self.check_call()
+        return self._stage_now()
+
     def check_call(self) -> None:
         variants = self._cut[1]
         if variants is None:  # others follow the model
@@ -172,7 +183,7 @@ class StageModule(GraphModule):
             self.check_mode()
 
     def _as_cut(self, args: Any) -> bool:
-        """Whether nothing says otherwise; torch.compile guards on it."""
+        """Returns whether nothing says otherwise; torch.compile guards on it."""
         return self.training == self._made_in_training and not any(
             isinstance(value, Tensor) and (hasattr(value, MARK) or tuple(value.shape) != shape)
             for value, shape in zip(args, self._cut_shapes)
@@ -224,15 +235,6 @@ class StageModule(GraphModule):
         return [values[i] for i in range(len(self.input_names))]
 
     @property
-    def made_under(self) -> tuple:
-        """What bytes do not say of a stage: autocast, and the line where the model's forward asks for its mode."""
-        return self._autocast, self._mode_line
-
-    @made_under.setter
-    def made_under(self, facts: tuple) -> None:
-        self._autocast, self._mode_line = facts
-
-    @property
     def _made_how(self) -> str:
         return f"stage {self.stage_index} was cut"
 
@@ -280,8 +282,8 @@ def share_copies(stages: list[StageModule], replicated: list[dict[int, str]]) ->
 
 
 def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
-    """A stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from anywhere:
-    damaged ones raise `plumb.Error`."""
+    """Returns a stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from
+    anywhere: damaged ones raise `plumb.Error`."""
     parts = _C.deserialize_stage(data)
     table = parts["table"]
     names = [(name, 0) for name in parts["input_names"]]
@@ -295,7 +297,7 @@ def scatter_stages(
 ) -> tuple[dict[int, StageModule], PipeInfo]:
     """Sends every stage of rank `src`'s pipe to its rank: a collective call, `pipe` is None on the others.
 
-    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Answers
+    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Returns
     this rank's stages by number, and the picture of the pipe.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -305,14 +307,14 @@ def scatter_stages(
             raise Error(f"rank {src} has no pipe to send the stages of")
         parcels = [(pipe.info(), {}) for _ in range(size)]
         for s in range(pipe.num_stages):
-            facts = pipe.get_stage_module(s).made_under
-            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s), facts
+            autocast = pipe.get_stage_module(s)._autocast  # which bytes do not say
+            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s), autocast
         pipe._stages_here.add(-1)  # none of its own stages runs
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parcels, src=src, group=group)
     info, stages = mine[0]
     received = {}
-    for s, (data, facts) in stages.items():
+    for s, (data, autocast) in stages.items():
         received[s] = deserialize_stage(data)[0]
-        received[s].made_under = facts
+        received[s]._autocast = autocast
     return received, info

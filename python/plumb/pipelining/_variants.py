@@ -1,5 +1,5 @@
 """The cuts of a live model for what its forward reads besides the sizes of its inputs: training modes, autocast, dtypes, attributes and
-hooks (see _guards.py). The model is captured and cut again for each, at the same places."""
+hooks (see _capture/guards.py). The model is captured and cut again for each, at the same places."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._capture.guards import enabled_autocast
 from .._errors import Error, ErrorKind
-from .._guards import enabled_autocast
 from .._state import CONSTANT
 from ._sources import Source
 
@@ -35,6 +35,7 @@ class Variant:
 
     facts: Facts
     source: Source
+    arguments: dict  # of its cut
     engine: Any  # its cut, whose stages nobody runs
     specializer: Any
     number: int = field(default_factory=itertools.count().__next__)
@@ -56,8 +57,8 @@ def _as_if_called(autocast: tuple) -> Iterator[None]:
 
 
 def _make_specializer(engine: Any, source: Source, arguments: dict, facts: Facts, ready: bool) -> Any:
-    """The engine's `StageSpecializer`: the model is captured for other flat inputs and cut at the same places. `ready`: the first request
-    is for the sizes of `source`, and takes `engine`."""
+    """Returns the engine's `StageSpecializer`: the model is captured for other flat inputs and cut at the same places.
+    `ready`: the first request is for the sizes of `source`, and takes `engine`."""
     if not any(isinstance(x, Tensor) for x in source.example):
         return None
     waiting = [engine] if ready else []
@@ -80,8 +81,59 @@ def _make_specializer(engine: Any, source: Source, arguments: dict, facts: Facts
     return _C.StageSpecializer(engine, [x if isinstance(x, Tensor) else None for x in source.example], cut, by_place)
 
 
+class _Begin(NamedTuple):
+    """The place where a stage begins, in words that hold for other captures of the model, too: directly before the
+    first of its calls that there is, or at one of the casts before it."""
+
+    calls: list[tuple]  # keys of `_Calls`
+    before: int  # casts between the beginning of the stage and its first call
+    casts: int  # all casts directly before this call
+
+
+class _Calls:
+    """The operator calls of a graph that have results, each with a key: operator, module, line and which one of these it is."""
+
+    def __init__(self, graph: Any):
+        self.nodes = [n for n in graph.nodes if n.op == "call_function" and n.results]
+        counts: dict[tuple, int] = {}
+        self.places: dict[tuple, int] = {}
+        for i, node in enumerate(self.nodes):
+            kind = (node.target, node.module_path, node.source)
+            counts[kind] = counts.get(kind, 0) + 1
+            self.places[(*kind, counts[kind])] = i
+
+    def is_cast(self, i: int) -> bool:
+        return self.nodes[i].target.startswith("aten::to.")
+
+    def casts_before(self, i: int) -> int:
+        begin = i
+        while begin > 0 and self.is_cast(begin - 1):
+            begin -= 1
+        return i - begin
+
+    def begins(self, engine: Any) -> list[_Begin]:
+        """Returns the places where the stages of this graph's cut begin, except the first one."""
+        by_name = {node.name: i for i, node in enumerate(self.nodes)}
+        ends = [max([by_name.get(node.name, -1) for node in engine.stage(s).graph.nodes]) + 1 for s in range(engine.num_stages)]
+        keys, found = list(self.places), []
+        for begin, end in zip(ends, ends[1:]):
+            calls = [i for i in range(begin, end) if not self.is_cast(i)] or [begin]
+            found.append(_Begin([keys[i] for i in calls], calls[0] - begin, self.casts_before(calls[0])))
+        return found
+
+    def value_at(self, begin: _Begin) -> str | None:
+        """Returns the name of the value before which a stage begins; None if the graph has none of its calls."""
+        key = next((key for key in begin.calls if key in self.places), None)
+        if key is None:
+            return None
+        call = self.places[key]
+        casts = self.casts_before(call)
+        as_cut = key == begin.calls[0] and casts == begin.casts
+        return self.nodes[call - (begin.before if as_cut else casts)].name
+
+
 def _flow(table: Any) -> list:
-    """What flows between the stages of a cut, without names and sizes."""
+    """Returns the values between the stages of a cut, without names and sizes."""
     return [
         ([(p["stage"], p["index"]) for p in table.inputs(s)], [(p["consumers"], p["pipeline_output"]) for p in table.outputs(s)])
         for s in range(table.num_stages)
@@ -97,12 +149,12 @@ class Variants:
         mode_line = source.guards.mode_line if source.guards else ""
         self.depends_on_mode = bool(mode_line) or _C.depends_on_mode(source.module.graph, False)
         facts = Facts(enabled_autocast(), source.modes() if self.depends_on_mode else None, ())
-        self.base = Variant(facts, source, engine, _make_specializer(engine, source, arguments, facts, ready=False))
+        self.base = Variant(facts, source, arguments, engine, _make_specializer(engine, source, arguments, facts, ready=False))
         self._known = [self.base]  # the last used first
         self._lock = threading.RLock()
         self.dtypes = {dtype for dtype, _ in source.kinds.values() if dtype.is_floating_point}  # of the model as it was cut
 
-    # A copy is the same one. What is pickled comes without its model.
+    # Copying returns the same object. A pickled one comes without its model.
     def __deepcopy__(self, memo: dict) -> Variants:
         return self
 
@@ -121,9 +173,9 @@ class Variants:
         return Facts(enabled_autocast() or self.base.facts.autocast, modes, tuple(sorted(dtypes.items(), key=str)))
 
     def current(self, training: bool, dtypes: Dtypes) -> Variant:
-        """The variant for what holds now. `training`: the mode of the stages. Autocast is that of the cut where none is on. Modules have the modes that the model gives them, unless the
-        stages were set to another mode than they were cut in: that is all modules' then. Raises `plumb.Error` if the model cannot be
-        captured or cut so."""
+        """Returns the variant for what holds now. `training`: the mode of the stages. Autocast is that of the cut where
+        none is on. Modules have the modes that the model gives them, unless the stages were set to another mode than
+        they were cut in: that is all modules' then. Raises `plumb.Error` if the model cannot be captured or cut so."""
         facts = self._facts(training, dtypes)
         first = self._known[0]
         if first.facts == facts and first.holds():
@@ -149,20 +201,37 @@ class Variants:
                 kind=ErrorKind.InvalidState,
                 remedy="keep the model as long as its stages are to follow it, or cut it as it is to run",
             )
-        engine = self.cut(source, facts)
+        arguments = self._arguments_for(source, facts)
+        engine = self.cut(source, facts, arguments)
         with _as_if_called(facts.autocast):
-            specializer = _make_specializer(engine, source, self._arguments, facts, ready=True)
-        return Variant(facts, source, engine, specializer)
+            specializer = _make_specializer(engine, source, arguments, facts, ready=True)
+        return Variant(facts, source, arguments, engine, specializer)
+
+    def _arguments_for(self, source: Source, facts: Facts) -> dict:
+        """The arguments that cut this capture at the places of the first one. Another capture may have more calls than the first, such as
+        casts of autocast, so a place among all calls or a value's name may be elsewhere in it."""
+        if not (self._arguments.get("before_ops") or self._arguments.get("before_values")):
+            return self._arguments
+        calls, names = _Calls(source.module.graph), []
+        for s, begin in enumerate(_Calls(self._source.module.graph).begins(self.base.engine), 1):
+            names.append(calls.value_at(begin))
+            if names[-1] is None:
+                raise Error(
+                    f"{self._news(facts)}, and none of the operators of stage {s} are called now",
+                    kind=ErrorKind.InvalidState,
+                    remedy="cut the model again as it is now",
+                )
+        return {**self._arguments, "before_ops": [], "before_values": names}
 
     def cut_again(self, variant: Variant, args: tuple, kwargs: dict) -> Any:
-        """A cut of a variant for other inputs; None if the model is gone."""
+        """Returns a cut of a variant for other inputs; None if the model is gone."""
         with _as_if_called(variant.facts.autocast):
             other = variant.source.again(args, kwargs)
-        return other and _C.cut(other.engine, **self._arguments)
+        return other and _C.cut(other.engine, **variant.arguments)
 
-    def cut(self, source: Source, facts: Facts) -> Any:
-        """A cut of this capture at the places of the first one."""
-        engine, base = _C.cut(source.engine, **self._arguments), self.base
+    def cut(self, source: Source, facts: Facts, arguments: dict) -> Any:
+        """Returns a cut of this capture with the flow of the first one."""
+        engine, base = _C.cut(source.engine, **arguments), self.base
         if _flow(engine.table) != _flow(base.engine.table) or source.module._out_spec != base.source.module._out_spec:
             raise Error(
                 f"{self._news(facts)}, and other values cross between the stages now than when the model was cut",

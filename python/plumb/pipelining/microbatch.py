@@ -38,7 +38,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> Any:
-        """The same by the arguments' names."""
+        """Returns the specs by the arguments' names."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
@@ -62,7 +62,7 @@ sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
 
 
 def _is_of(value, module: str, name: str) -> bool:
-    """Whether a value is of a class whose module takes long to import: there is none before somebody has."""
+    """Returns whether a value is of a class whose module takes long to import: there is none before somebody has."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
@@ -85,14 +85,14 @@ def _default_spec(value):
 
 
 def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
-    """Where `chunks` parts of a length begin and end; the first ones are one longer if it does not divide."""
+    """Returns the bounds of `chunks` parts of a length; the first ones are one longer if it does not divide."""
     quotient, rest = divmod(length, chunks)
     starts = [i * quotient + min(i, rest) for i in range(chunks + 1)]
     return list(zip(starts, starts[1:]))
 
 
 def _distributed_like(first, local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """A DTensor of this length along `dim`, of which this rank holds `local`."""
+    """Returns a DTensor of this length along `dim`, of which this rank holds `local`."""
     shape = list(first.shape)
     shape[dim] = length
     how = {"run_check": False, "shape": torch.Size(shape), "stride": first.stride()}
@@ -137,7 +137,7 @@ def _split_block_mask(block_mask, num_chunks: int) -> list:
 
 
 def _length(value, spec) -> int | None:
-    """How many rows there are to cut; None for what goes to every microbatch whole."""
+    """Returns how many rows there are to cut; None for what goes to every microbatch whole."""
     if _is_replicated(spec):
         return None
     if not isinstance(spec, TensorChunkSpec) or not (isinstance(value, torch.Tensor) or _is_block_mask(value)):
@@ -164,7 +164,7 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
 ) -> tuple[list[tuple], list[dict]]:
-    """The arguments of every microbatch.
+    """Returns the arguments of every microbatch.
 
     Specs have the structure of the arguments: a `TensorChunkSpec`, or `_Replicate` for what every microbatch gets
     whole. Without specs tensors are cut along dimension 0 and everything else is replicated. Where the batch does not
@@ -177,7 +177,7 @@ def split_args_kwargs_into_chunks(
         pytree.tree_map(_default_spec, values, is_leaf=_is_block_mask) if spec is None else spec
         for values, spec in zip(whole, given)
     )
-    # Dicts are told apart by their keys, not by the order in which these were written.
+    # Dicts are compared by their keys, not by the order in which these were written.
     specs = (tuple(specs[0]), {key: specs[1][key] for key in whole[1] if key in specs[1]} | dict(specs[1]))
     values, structure = pytree.tree_flatten(whole, is_leaf=_is_block_mask)
     flat_specs = pytree.tree_leaves(specs)
@@ -206,7 +206,7 @@ def _concatenate(values: list, dim: int):
 
 
 def merge_chunks(chunks: list[Any], chunk_spec) -> Any:
-    """The microbatches' values as one.
+    """Returns the microbatches' values as one.
 
     `chunk_spec` has their structure: `TensorChunkSpec` concatenates (numbers are stacked), `_CustomReducer` reduces,
     anything else stands for values that are equal in all microbatches. None: tensors are concatenated along dimension

@@ -209,7 +209,7 @@ class ScheduleTable(_NamedSchedule):
 
 
 def search_schedule(num_ranks: int, n_microbatches: int, costs: dict[str, Any], memory_limit: float = 0) -> _C.Schedule:
-    """A table found for these costs, one stage a rank (arXiv 2401.10241, section 3.1).
+    """Returns a table found for these costs, one stage a rank (arXiv 2401.10241, section 3.1).
 
     `costs`: "forward", "input", "weight", "communication", each one number or one a stage, in any unit of time.
     `memory_limit`: microbatches a rank may hold (1F1B holds `num_ranks`); 0: any.
@@ -218,7 +218,7 @@ def search_schedule(num_ranks: int, n_microbatches: int, costs: dict[str, Any], 
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The class of a schedule by its name, upper and lower case alike."""
+    """Returns the class of a schedule by its name, upper and lower case alike."""
     classes = {**_CLASSES, "PipelineScheduleSingle": PipelineScheduleSingle, "PipelineScheduleMulti": PipelineScheduleMulti}
     for name, cls in classes.items():
         if name.lower() == schedule_name.lower():

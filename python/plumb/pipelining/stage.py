@@ -27,7 +27,7 @@ __all__ = ["PipelineStage", "build_stage"]
 
 
 def reduction_of(module: Any) -> Replicated | Sharded | None:
-    """How the gradients of a stage's module become means over its replicas; None: it has none."""
+    """Returns how the gradients of a stage's module become means over its replicas; None: it has none."""
     if isinstance(module, DistributedDataParallel):
         return Replicated(module)
     if isinstance(module, torch.nn.Module) and any(isinstance(m, FSDPModule) for m in module.modules()):
@@ -36,7 +36,7 @@ def reduction_of(module: Any) -> Replicated | Sharded | None:
 
 
 def replicas_of(stages: list) -> dist.ProcessGroup | None:
-    """The ranks over which the engine takes means of gradients, stage by stage while others go on: those of the
+    """Returns the ranks over which the engine takes means of gradients, stage by stage while others go on: those of the
     `DistributedDataParallel` modules if all stages are such, over the same ranks, on the CPU. None: `Replicated` does it
     after the step."""
     if not all(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
@@ -94,7 +94,7 @@ class Sharded:
         self._options: list[tuple[Any, bool]] | None = None
 
     def _roots(self) -> list[FSDPModule]:
-        """The outermost sharded modules: their settings reach all within."""
+        """Returns the outermost sharded modules: their settings reach all within."""
         roots: list[FSDPModule] = []
         within: set[torch.nn.Module] = set()
         for module in self._module.modules():
@@ -183,7 +183,7 @@ class _PipelineStageBase(ChunkSteps):
         self._begin_chunks()
 
     def chain(self) -> Any:
-        """The layout of stages that follow each other."""
+        """Returns the layout of stages that follow each other."""
         return _C.PipelineLayout.dynamic_chain(self.num_stages, self.wire)
 
     @property
@@ -199,7 +199,7 @@ class _PipelineStageBase(ChunkSteps):
         self._begin_chunks()
 
     def forward_maybe_with_nosync(self, *args, **kwargs):
-        """The module's output. Data parallel modules wait with their reduction until the step's end."""
+        """Returns the module's output. Data parallel modules wait with their reduction until the step's end."""
         if isinstance(self.submod, DistributedDataParallel):
             with self.submod.no_sync():
                 return self.submod(*args, **kwargs)
@@ -262,13 +262,13 @@ class PipelineStage(_PipelineStageBase):
         input_args, output_args: example tensors; a warning says where the first microbatch differs from them.
         output_grads, input_grads: taken for compatibility.
         group: the ranks of the pipeline; None: all of them. A process alone needs no group.
-        dw_builder: called after a stage's backward, answers a callable that does the rest of the weight gradients; it
+        dw_builder: called after a stage's backward, returns a callable that does the rest of the weight gradients; it
             runs where the schedule has the weight half.
         get_mesh: taken for compatibility.
         recompute: ``"cheap"``: the backward computes results of gelu, norms, casts and the like again instead of keeping
             them, with the same bits; ``"none"``: it keeps everything. After a step, ``recomputed`` says what one
             microbatch did not keep: ``{operator: (results, bytes)}``.
-        wire: ``("e4m3fn", "e5m2")``: formats of what this stage hands on and takes, values and gradients, the same on
+        wire: ``("e4m3fn", "e5m2")``: formats of this stage's inputs and outputs, values and gradients, the same on
             every stage; all floating-point values are rounded to them, and travel as codes between processes.
         tied: ``{"head.weight": "embedding"}``: parameters of this module that are copies of others; equal names on
             other stages tie them. Their gradients are summed over the copies after every step.
@@ -316,9 +316,12 @@ class PipelineStage(_PipelineStageBase):
 def build_stage(
     stage_module: torch.nn.Module, stage_index: int, pipe_info, device: torch.device, group=None, *, recompute: str = "cheap"
 ) -> _PipelineStageBase:
-    """The stage of a cut model (`Pipe.info()`) around `stage_module`, which may have been changed meanwhile.
+    """Returns the stage of a cut model (`Pipe.info()`) around `stage_module`, which may have been changed meanwhile.
     `recompute`: as for `PipelineStage`."""
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group, recompute)
+
+
+_METHODS = {"run_values", "forward_maybe_with_nosync", "_run_function"}  # that take part in a forward
 
 
 class _PipelineStage(_PipelineStageBase):
@@ -335,8 +338,12 @@ class _PipelineStage(_PipelineStageBase):
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
 
+    def graph_alone(self) -> Any:
+        whole = type(self) is _PipelineStage and type(self.submod) is StageModule and not self._runtime_validate
+        return self.submod.graph_alone() if whole and not _METHODS & self.__dict__.keys() else None
+
     def run_values(self, values: list, sizes: Sizes) -> Any:
-        """The module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
+        """Returns the module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
         if self._told is None:
             modules = self.submod.modules() if isinstance(self.submod, torch.nn.Module) else ()
             self._told = [m for m in modules if isinstance(m, StageModule)]
@@ -354,7 +361,7 @@ class _PipelineStage(_PipelineStageBase):
         self._told = None
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
-        """The whole model's flat inputs for a microbatch: None for what is not given here."""
+        """Returns the whole model's flat inputs for a microbatch: None for what is not given here."""
         leaves = self.pipe_info.input_names  # of each: the argument, and which leaf of it
         names = list(dict.fromkeys(name for name, _ in leaves))
         given = dict(zip(names, args)) | kwargs

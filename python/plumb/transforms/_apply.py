@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._calls import Call, hint
-from .._capture import capture_engine, signature
+from .._capture.attribute_reads import include
+from .._capture.attribute_writes import random_states, refuse_modules, set_random_states
+from .._capture.call_sites import Call, hint
+from .._capture.forward import capture_engine, signature
+from .._capture.guards import Guards, Tree, enabled_autocast
+from .._capture.left_tensors import LeftTensors
+from .._capture.replacements import Replacements
+from .._capture.tensor_reads import as_given
 from .._errors import Error, ErrorKind
-from .._guards import Guards, Tree, enabled_autocast, include
-from .._left_behind import LeftBehind
-from .._module_state_guard import random_states, refuse_modules, set_random_states
-from .._questions import as_given
-from .._replace import Replacements
 from .._state import CONSTANT, slot_of, sync_state
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
@@ -72,7 +73,7 @@ class CapturedGraph:
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
     guards: Guards = field(default_factory=Guards)  # of what the forward read besides its inputs
-    left: LeftBehind | None = None  # what the graph returns behind its outputs
+    left: LeftTensors | None = None  # what the graph returns behind its outputs
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
@@ -92,7 +93,7 @@ class CapturedGraph:
 
 @dataclass
 class Pass:
-    """One transform: `run(module, captured)` changes the graph of `captured` in place and answers its report (a dict)."""
+    """One transform: `run(module, captured)` changes the graph of `captured` in place and returns its report (a dict)."""
 
     name: str
     run: Callable[[nn.Module, CapturedGraph], dict]
@@ -113,7 +114,7 @@ def _name_values(captured: CapturedGraph, found: list) -> None:
 
 
 def _holding(variants: list[CapturedGraph]) -> CapturedGraph | None:
-    """The graph for which everything is as it was read, now the first one; None if there is none."""
+    """Returns the graph for which everything is as it was read, now the first one; None if there is none."""
     for place, captured in enumerate(variants):
         if captured.guards.hold():
             if place:
@@ -127,7 +128,7 @@ class TransformedForward:
 
     The first call with new shapes, dtypes, devices, modes or constants captures the module's own forward and applies the
     passes in order; the graph is kept for the next call like it. So does a call where something else is new that the forward
-    reads: an attribute, a hook, a part's forward (see _guards.py). `own`: the forward that was set on this module itself, as a
+    reads: an attribute, a hook, a part's forward (see _capture/guards.py). `own`: the forward that was set on this module itself, as a
     function of it (`bound`) or as it is; its class's otherwise. `copied_from`: the module that this one is a copy of.
     """
 
@@ -144,7 +145,7 @@ class TransformedForward:
 
     @property
     def __code__(self) -> Any:
-        """Of the module's own forward: torch.export reads the arguments' names from it."""
+        """Code of the module's own forward: torch.export reads the arguments' names from it."""
         return self.original.__code__
 
     @property
@@ -206,7 +207,7 @@ class TransformedForward:
         return captured
 
     def _originals(self) -> dict[int, str]:
-        """Names of the tensors of the model that this one is a copy of, while it is there."""
+        """Returns names of the tensors of the model that this one is a copy of, while it is there."""
         model = self.copied_from and self.copied_from()
         return {} if model is None else {id(t): n for n, t in itertools.chain(model.named_parameters(), model.named_buffers())}
 
@@ -227,7 +228,7 @@ class TransformedForward:
         return key
 
     def prepare(self, args: tuple, kwargs: dict) -> tuple[CapturedGraph, Any]:
-        """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
+        """Returns the graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
         leaves, spec = self._leaves(args, kwargs)
         with self._lock:
             key = self._key(leaves, spec)
@@ -253,7 +254,7 @@ class TransformedForward:
             return captured, leaves
 
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
-        """The graph for inputs like these, if there is one."""
+        """Returns the graph for inputs like these, if there is one."""
         with self._lock:
             return _holding(self._cache.get(self._key(*self._leaves(args, kwargs)), []))
 
@@ -369,8 +370,8 @@ _COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attrib
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A deep copy, of modules too that keep what torch does not copy: results of their last forward (features of a hook,
-    pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
+    """Returns a deep copy, of modules too that keep what torch does not copy: results of their last forward (features
+    of a hook, pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
     memo: dict[int, Any] = {}
     for path, sub in module.named_modules():
         for key, kept in sub.__dict__.items():
@@ -402,7 +403,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _extra_repr(module: nn.Module) -> str:
-    """The ``extra_repr`` of a transformed module: the module's own, then its transforms."""
+    """Returns the ``extra_repr`` of a transformed module: the module's own, then its transforms."""
     forward = forward_of(module)
     own = type(module).extra_repr(module)
     if forward is None:
@@ -431,7 +432,7 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 
 def own_forward(module: nn.Module) -> tuple | None:
-    """What was set as the forward of this very module, as TransformedForward keeps it."""
+    """Returns the forward that was set on this very module, as TransformedForward keeps it."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, TransformedForward):
         return forward.own
@@ -446,8 +447,8 @@ def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> N
 
 
 def apply_pass(module: Module, new: Pass) -> Module:
-    """A deep copy of `module` whose forward applies `new` after the transforms it has already (or before those that must
-    follow it)."""
+    """Returns a deep copy of `module` whose forward applies `new` after the transforms it has already (or before those
+    that must follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
     _refuse_compiled(module)

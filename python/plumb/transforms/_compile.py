@@ -9,7 +9,7 @@ from ._apply import Module
 
 
 def compile(module: Module, **options: Any) -> Module:
-    """A copy of `module` that compiles itself when it is called; the options are those of ``torch.compile``.
+    """Returns a copy of `module` that compiles itself when it is called; the options are those of ``torch.compile``.
 
     A transformed module also goes through ``torch.compile`` as it is, in one graph. This one composes with the other
     transforms in every order: those applied to it come before.

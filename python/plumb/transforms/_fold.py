@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any, Iterator, cast
 
 import torch
 from torch import nn
 
 from .. import _C
-from .._capture import GraphModule
 from .._errors import Error, ErrorKind
+from .._graph_module import GraphModule
 from .._state import CONSTANT, slot_of, sync_state
 from .._unit_scaled import unmark
 from ._apply import CapturedGraph, Module, TransformedForward, _copy, forward_of, logger
@@ -22,7 +21,7 @@ _SHOWN = 5  # of the factors that an error names
 
 
 def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
-    """The plain module that computes what a unit-scaled one does: its factors are in the weights.
+    """Returns the plain module that computes what a unit-scaled one does: its factors are in the weights.
 
     The result is a copy of the module that :func:`unit_scale` was given, without any transform, whose parameters and
     buffers are the trained ones divided by factors. Its state dict loads into the original model.
@@ -52,8 +51,7 @@ def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
         )
     captured = _graph_of(forward, args, kwargs)
     sync_state(captured.engine, captured.slots)
-    engine, text = _C.fold(captured.engine)
-    report = json.loads(text)
+    engine, report = _C.fold(captured.engine)
     _refuse_what_remains(type(module).__name__, report["entries"], captured)
     logger.info("folding factors into %d parameters", sum(e["kind"] == "folded" for e in report["entries"]))
     plain = _copy(module)
@@ -114,7 +112,7 @@ def _refuse_what_remains(name: str, entries: list[dict], captured: CapturedGraph
 
 
 def _same_function(entry: dict, captured: CapturedGraph) -> bool:
-    """Whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
+    """Returns whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
     call = captured.calls.get(entry["node"])
     new = getattr(call.replaced[1], "__module__", "") if call is not None and call.replaced else entry["to"]
     unit_scaled = new.startswith(("plumb::", "plumb.functional"))

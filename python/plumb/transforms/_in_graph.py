@@ -29,8 +29,8 @@ _last: dict[str, Any] = {}  # the graph that run() took last, by handle
 
 
 def register(forward: Any) -> str:
-    """A name by which compiled code finds this forward. No number: Dynamo makes one that differs between two modules of
-    one class a symbol, and then knows neither of them."""
+    """Returns a name by which compiled code finds this forward. No number: Dynamo makes one that differs between two
+    modules of one class a symbol, and then knows neither of them."""
     handle = f"forward {next(_numbers)}"
     _forwards[handle] = forward
     weakref.finalize(forward, _last.pop, handle, None)
@@ -39,7 +39,7 @@ def register(forward: Any) -> str:
 
 @contextlib.contextmanager
 def _outside_of_tracing() -> Iterator[None]:
-    """A forward runs here as if nobody traced: no fake tensors, and libraries are not told that someone compiles."""
+    """Runs a forward as if nobody traced: no fake tensors, and libraries do not see a compiler at work."""
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:
@@ -143,7 +143,7 @@ _classes: dict[str, type] = {}
 
 
 def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: Iterator[int]) -> tuple:
-    """The structure of an output as nested tuples of literals: (how to make it, its class, keys, parts)."""
+    """Returns the structure of an output as nested tuples of literals: (how to make it, its class, keys, parts)."""
     if spec.is_leaf():
         value = next(plain)
         return ("tensor", next(number)) if next(tensors) else ("value", value)
@@ -198,7 +198,7 @@ def _build(template: tuple, out: tuple) -> Any:
 
 
 def call(handle: str, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """The function that Dynamo follows."""
+    """Returns the function that Dynamo follows."""
     names = _names(handle)
     # Read so that the compiled code is one for these modes and constants.
     modes = [m.training for m in module.modules()]

@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from .. import _C
-from .._capture import GraphModule
+from .._graph_module import GraphModule
 from .._unit_scaled import mark_state_dict, unmark
 from ..parameter import has_parameter_data, tag_parameter, tell_engine, untag_parameter
 
@@ -21,7 +21,7 @@ class PassResult(NamedTuple):
 
 
 def _show_tags(module: GraphModule) -> bool:
-    """Shows the engine's tags on the parameters; answers whether there are any."""
+    """Shows the engine's tags on the parameters; returns whether there are any."""
     for parameter in module.parameters():
         tag = _C.tag_of(parameter)
         if tag is not None:

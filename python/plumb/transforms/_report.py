@@ -1,8 +1,7 @@
-"""What transforms did to a module."""
+"""Reports of what transforms changed in a module."""
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections import Counter
 from html import escape
@@ -15,16 +14,16 @@ from .._graph_module import GraphModule
 from .._state import sync_state
 from ._apply import forward_of
 
-# Of modules that fold() and the like made, while they live.
+# Reports of modules that fold() and the like made, while they live.
 folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
-def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, str]], *how: Any) -> GraphModule:
-    """The graph that `rewrite` of the engine makes of this one, and keeps its report."""
+def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, dict]], *how: Any) -> GraphModule:
+    """Returns the graph that `rewrite` of the engine makes of this one, and keeps its report."""
     sync_state(module._engine, module._slots)
-    engine, text = rewrite(module._engine, *how)
+    engine, report = rewrite(module._engine, *how)
     made = module.on(engine)
-    folded_reports[made] = json.loads(text)
+    folded_reports[made] = report
     return made
 
 
@@ -73,7 +72,7 @@ def _where(entry: dict) -> str:
 def report(module: nn.Module) -> Report:
     """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
 
-    Known after its first forward. Of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
+    Known after its first forward. The report of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
     if module in folded_reports:
         return Report([folded_reports[module]])
     forward = forward_of(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Sequence
@@ -24,7 +23,7 @@ class FormatPass:
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running %s backend", display_name(self.name))
-        report = json.loads(getattr(_C, self.name)(captured.engine, *self.arguments))
+        report = getattr(_C, self.name)(captured.engine, *self.arguments)
         for entry in report["entries"]:
             if entry["kind"] == "quantised":
                 logger.info("quantising function: %s", entry["node"])
@@ -45,8 +44,8 @@ def simulate_format(
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Module:
-    """A copy of `module` in which the inputs of every matrix product are rounded to `fwd_format` and the gradient of its
-    output to `bwd_format`.
+    """Returns a copy of `module` in which the inputs of every matrix product are rounded to `fwd_format` and the
+    gradient of its output to `bwd_format`.
 
     fwd_format, bwd_format: a :class:`plumb.formats.FPFormat`, or a text such as ``"e4m3fn-RN"``, ``"E5M2-SR"``, ``"none"``.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
@@ -82,9 +81,9 @@ def use_fp8(
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Module:
-    """A copy of `module` whose matrix products take FP8: what :func:`simulate_format` would round is cast to one-byte
-    codes, multiplied and saved for the backward pass as such. What has no FP8 kernel stays simulated; the report says
-    which and why.
+    """Returns a copy of `module` whose matrix products take FP8: tensors that :func:`simulate_format` would round are
+    cast to one-byte codes, multiplied and saved for the backward pass as such. Products without an FP8 kernel stay
+    simulated; the report names them and the reason.
 
     fwd_format, bwd_format: ``"e4m3fn"`` or ``"e5m2"``, with any rounding, of inputs and of gradients.
     recipe: for plain models and to compare with: scale factors for tensors, ``"tensorwise"``, ``"rowwise"``,

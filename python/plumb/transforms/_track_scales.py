@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import json
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Collection, Iterable, Iterator, cast
@@ -22,14 +21,13 @@ from .utils import PassBackend
 
 
 class Metrics:
-    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward). Made of a tensor, or of
-    measurements."""
+    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward), made of either."""
 
     @dataclass
     class Data:
-        """Of one tensor. ``histogram``, if it was asked for: how many values there are by the exponent of their power of two;
-        -127 counts zeros and subnormal values, 128 infinities and NaN. Measurements of a device's tensor stay on the device
-        until one of them is read."""
+        """Measurements of one tensor. ``histogram``, if it was asked for: the number of values by the exponent of their
+        power of two; -127 counts zeros and subnormal values, 128 infinities and NaN. Measurements of a device's tensor
+        stay on the device until one of them is read."""
 
         mean_abs: float
         abs_mean: float
@@ -103,7 +101,7 @@ class TrackScalesPass:
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         # One tracker a graph: slots of another shape's graph would mix with these.
         tracker = captured.results["track_scales"] = _C.ScaleTracker(self.histogram)
-        report = json.loads(_C.track_scales(captured.engine, tracker))
+        report = _C.track_scales(captured.engine, tracker)
         for entry in report["entries"]:
             logger.info("adding tracking to node: %s", entry["node"])
         return report
@@ -116,7 +114,7 @@ def _data(values: tuple | None) -> Metrics.Data | None:
     if values is None:
         return None
     data = Metrics.Data(*values)
-    # Of a tensor of one sign both are one number, which was summed up in two ways.
+    # For a tensor of one sign both are the same number, summed in two ways.
     if abs(data.mean_abs - data.abs_mean) <= 2**-23 * data.mean_abs:
         data.abs_mean = data.mean_abs
     return data
@@ -128,7 +126,7 @@ def _attribute_name(full: str, parameter: bool) -> str:
 
 
 def _arguments(node: Any, inputs: tuple) -> tuple[tuple, dict]:
-    """Of an operator's call: `inputs` stand for its values, in order; what is at its default is left out."""
+    """Returns the arguments of an operator's call: `inputs` stand for its values, in order; defaults are left out."""
     values = iter(inputs)
 
     def resolve(arg: Any) -> Any:
@@ -174,7 +172,7 @@ def _table(graph: fx.Graph) -> str:
 
 
 def _module_stack(path: str, modules: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """A module and those around it, outermost first, as torch.export notes them."""
+    """Returns a module and those around it, outermost first, as torch.export notes them."""
     parts = path.split(".") if path else []
     paths = [".".join(parts[:n]) for n in range(len(parts) + 1)]
     return {p: (p, modules[p]) for p in paths if p in modules}
@@ -251,7 +249,7 @@ class TrackedModule(nn.Module):
 
 
 def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule:
-    """A copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
+    """Returns a copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
 
     ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
     (:class:`Metrics`); before the first call it is empty. Nodes are named after the variables of the module's forward, and
@@ -283,7 +281,7 @@ class ScaleTrackingBackend(PassBackend):
 
 
 class ScaleTrackingAutogradFunction(torch.autograd.Function):
-    """``apply(tensor, node_meta)``: answers a copy of the tensor, which may be written, and puts its :class:`Metrics` and those
+    """``apply(tensor, node_meta)``: returns a copy of the tensor, which may be written, and puts its :class:`Metrics` and those
     of its gradient into ``node_meta["metrics"]``."""
 
     @staticmethod
@@ -301,7 +299,7 @@ class ScaleTrackingAutogradFunction(torch.autograd.Function):
 
 
 def _is_float(node: fx.Node) -> bool | None:
-    """Whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if nobody did."""
+    """Returns whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if unknown."""
     if "outputs_float_tensor" in node.meta:
         return node.meta["outputs_float_tensor"]
     notes = [node.meta[key] for key in ("val", "example_value", "tensor_meta") if key in node.meta]
@@ -320,12 +318,12 @@ class _Instead(list):
     """Nodes that stand in an argument's place."""
 
     def one(self) -> Any:
-        """As one argument: a node, a tuple of several, or None."""
+        """Returns one argument: a node, a tuple of several, or None."""
         return tuple(self) if len(self) > 1 else next(iter(self), None)
 
 
 def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
-    """An argument with other nodes: several where one stood become neighbours, of none None is left."""
+    """Returns an argument with other nodes: several where one stood become neighbors, of none None is left."""
     if isinstance(value, fx.Node):
         return next(instead)
     if isinstance(value, (tuple, list)):
@@ -342,7 +340,7 @@ def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
 
 
 def _pruned(graph: fx.Graph, how: str, said: str, selected: Collection[fx.Node] = (), rtol: float = 0.0) -> fx.Graph:
-    """A copy without what the engine takes out; `said` is logged of each node that goes."""
+    """Returns a copy without what the engine takes out; `said` is logged of each node that goes."""
     if not rtol >= 0:
         raise Error(f"rtol is {rtol}, not a number from 0 on", kind=ErrorKind.InvalidArgument)
     nodes = list(graph.nodes)
@@ -379,9 +377,10 @@ def _check_graph(graph: Any) -> None:
 
 
 def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
-    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, or None.
+    """Returns a copy without nodes that are no floating-point tensors. Users take such a node's only float input, or
+    None.
 
-    Of a graph that was not tracked the notes of torch's own tracers say what is one. Raises `plumb.Error` if there are none.
+    In a graph that was not tracked, the metadata of torch's own tracers tells which ones are. Raises `plumb.Error` if there are none.
     """
     _check_graph(graph)
     if len(graph.nodes) and all(_is_float(node) is None for node in graph.nodes if node.op != "output"):
@@ -394,8 +393,8 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
 
 
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
-    """A copy without nodes whose one float input has the same scale (mean absolute value, forward and backward) within
-    `rtol`. Nodes that were not measured stay."""
+    """Returns a copy without nodes whose one float input has the same scale (mean absolute value, forward and backward)
+    within `rtol`. Nodes that were not measured stay."""
     _check_graph(graph)
     if all("metrics" not in node.meta for node in graph.nodes):
         return _pruned(graph, "selected", "")
@@ -408,7 +407,7 @@ for _function_of_torch, _scaled in functional.torch_map.items():
 
 
 def _module_classes(node: fx.Node) -> list[Any]:
-    """The modules in whose calls the node was made: classes, or their names as torch.export writes them."""
+    """Returns the modules in whose calls the node was made: classes, or their names as torch.export writes them."""
     if not node.op.startswith("call"):  # torch.export notes a module for inputs
         return []
     classes = [of[1] for of in node.meta.get("nn_module_stack", {}).values()]
@@ -418,7 +417,7 @@ def _module_classes(node: fx.Node) -> list[Any]:
 
 
 def _known_as(node: fx.Node) -> set[Any]:
-    """What a node's call may be asked for by: functions, operators, and names of operators."""
+    """Returns the keys that a node's call can be asked for by: functions, operators, and names of operators."""
     known = {node.target, *_TORCHS.get(node.target, ())}
     operator = node.meta.get("operator") or getattr(node.target, "_name", None)  # "aten::add.Tensor"
     if node.op in ("call_function", "call_method") and isinstance(operator, str):
@@ -462,7 +461,7 @@ def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
 
 
 def _target_name(target: Any) -> str:
-    """As torch.fx prints it: "torch.nn.functional.gelu"."""
+    """Returns the name that torch.fx prints: "torch.nn.functional.gelu"."""
     if isinstance(target, str):
         return target
     with contextlib.suppress(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Mapping, cast
 
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._capture.replacements import is_operator, is_torch_function
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._replace import is_operator, is_torch_function
 from .._state import state_of
 from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict
 from ..functional import torch_map
@@ -90,8 +89,7 @@ class UnitScalePass:
         mine = _kept(captured)
         self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
-        text, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
-        report = json.loads(text)
+        report, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
         report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + list(self.given_back.values()) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, kind, depth in tags if self.scaling is not None else ():
@@ -141,7 +139,7 @@ def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
-    """Nodes made by a replacement of the user's. What torch's own function makes is scaled like any call of it."""
+    """Returns nodes made by a replacement of the user's. Torch's own functions among them are scaled like any call."""
     return {
         name: call.replaced
         for name, call in captured.calls.items()
@@ -150,7 +148,7 @@ def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
 
 
 def _takes_constraint(function: Any) -> bool:
-    """Whether it may be called without a constraint, as unit-scaled functions are after the last residual add."""
+    """Returns whether it takes a constraint, which unit-scaled functions lose after the last residual add."""
     try:
         return "constraint" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -230,7 +228,7 @@ def unit_scale(
     residual_attn_ratio: float = 1.0,
     preserve: bool = False,
 ) -> Module:
-    """A unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
+    """Returns a unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
 
     Operators are replaced by their unit-scaled equivalents, residual adds become weighted ones (`tau_attention` for
     branches with attention, else `tau_mlp`; or with `depth_rule` u-muP's taus for `residual_mult` and
@@ -291,6 +289,6 @@ class _UnitScalingBackend(PassBackend):
 
 
 def unit_scaling_backend(replacement_map: Mapping[Any, Any] = {}) -> Backend:  # noqa: B006 (never written)
-    """The graph's part of `unit_scale` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for
+    """Returns the graph's part of `unit_scale` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for
     ``torch.compile(backend=...)``: weights and biases keep their values. The map is `unit_scale`'s `replace`."""
     return _UnitScalingBackend(replacement_map)

@@ -14,11 +14,11 @@ from .._fx import engine_to_fx
 from ._apply import CapturedGraph, Module, Pass, TransformedForward, apply_pass, forward_of, logger
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
-"""What ``torch.compile(backend=...)`` takes: a graph and the tensors of its first inputs go in, what is called comes out."""
+"""The type of ``torch.compile(backend=...)``: a function of a graph and its first inputs that returns a callable."""
 
 
 class BackendForward(TransformedForward):
-    """What a backend of plumb answers: runs the graph that it was given, transformed."""
+    """The callable that a backend of plumb returns: runs the given graph, transformed."""
 
     example_inputs: Optional[List[Tensor]] = None  # until it has run
 
@@ -80,7 +80,7 @@ class BackendPass:
 def apply_transform(
     module: Module, backend: Backend, non_recurse_functions: List[Callable[..., Any]] = []  # noqa: B006
 ) -> Module:
-    """A copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
+    """Returns a copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
 
     backend: takes a :class:`torch.fx.GraphModule` on ``torch.ops`` (``torch.ops.aten.gelu.default``, not
         ``torch.nn.functional.gelu``) and the tensors of its first inputs (the module's parameters and buffers; the inputs

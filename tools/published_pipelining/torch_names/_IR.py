@@ -14,7 +14,7 @@ from torch import fx
 
 # --- the loss among the outputs ---
 def _find_loss_from_output_and_spec(output_val: Any, spec_val: Any) -> fx.Node | None:
-    """The node of the outputs where the spec, which has their structure, has True. None for False."""
+    """Returns the node of the outputs where the spec, which has their structure, has True. None for False."""
     if isinstance(spec_val, bool):
         if spec_val and not isinstance(output_val, fx.Node):
             raise InvalidValue(f"Loss spec must specify a dynamic value but got {output_val}")
@@ -105,7 +105,7 @@ class _Body(torch.nn.Module):
 
 
 def _direct_serialization_deserialize(body: dict, nodes: _LinearNodeList) -> fx.GraphModule:
-    """A graph module of what `_direct_serialization_reduce` answered."""
+    """Rebuilds a graph module from the result of `_direct_serialization_reduce`."""
     return fx.GraphModule(_Body(body), nodes.to_graph())
 
 

@@ -1,4 +1,4 @@
-"""What a tensor that crosses between stages looks like, and how two of them differ."""
+"""Metadata of a tensor that crosses between stages, and the difference of two."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _TensorMeta:
         return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> torch.Tensor:
-        """A tensor like that with arbitrary values."""
+        """Returns a tensor like that with arbitrary values."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return tensor.requires_grad_(self.requires_grad) if tensor.is_floating_point() else tensor
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
-        """What differs, as text. Whether a gradient is required depends on the run and is not compared."""
+        """Returns the differences as text. requires_grad depends on the run and is not compared."""
         return [
             f"{what} mismatch: {getattr(self, what)} vs {getattr(other, what)}"
             for what in ("shape", "stride", "dtype")
@@ -45,7 +45,7 @@ def extract_tensor_meta(tensor: torch.Tensor) -> _TensorMeta:
 def extract_tensor_metas(
     tensors: Iterable[torch.Tensor | None] | None, *, allow_none: bool = False
 ) -> tuple[_TensorMeta | None, ...] | None:
-    """One for every tensor; None for what is none, where that is allowed."""
+    """Returns one for every tensor; None for what is none, where that is allowed."""
     if tensors is None:
         return None
     metas = tuple(extract_tensor_meta(t) if isinstance(t, torch.Tensor) else None for t in tensors)
@@ -55,7 +55,7 @@ def extract_tensor_metas(
 
 
 def validate_and_normalize_to_tuple(args, allow_none: bool = False) -> tuple[torch.Tensor | None, ...] | None:
-    """A tensor, or a list or tuple of them, as a tuple. Raises `PipeliningMetadataError` for anything else."""
+    """Returns a tensor, or a list or tuple of them, as a tuple. Raises `PipeliningMetadataError` for anything else."""
     if args is None:
         return None
     values = (args,) if isinstance(args, torch.Tensor) else args
@@ -83,7 +83,7 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """How `actual` differs from what was expected; raises `PipeliningMetadataError` or warns if asked to."""
+    """Returns how `actual` differs from what was expected; raises `PipeliningMetadataError` or warns if asked to."""
     found = extract_tensor_meta(actual) if isinstance(actual, torch.Tensor) else actual
     return _report(desc, expected.get_diff(found), raise_on_mismatch, warn_on_mismatch)
 
@@ -96,7 +96,7 @@ def validate_tensors_metadata(
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """The same for a tuple, value by value; None stands for what is no tensor."""
+    """Compares a tuple value by value; None stands for a value that is no tensor."""
     if len(expected) != len(actual):
         diffs = [f"{len(actual)} values where {len(expected)} are expected"]
         return _report(desc, diffs, raise_on_mismatch, warn_on_mismatch)

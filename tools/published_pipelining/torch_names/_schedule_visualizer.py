@@ -67,7 +67,7 @@ def get_schedule_ops(
     with_comms: bool = False,
     defer_pp_recv: bool = False,
 ) -> Rows:
-    """A schedule's table by name or class, a row a rank.
+    """Returns a schedule's table by name or class, a row a rank.
 
     `add_spacing`: None for every tick in which a rank waits (`action_type_to_color_mapping` says how many ticks an
     action takes). `with_comms`: with sends and receives; `defer_pp_recv`: these as late as possible.
@@ -129,7 +129,7 @@ def _width(action: _Action | None) -> int:
 
 
 def add_schedule_op_spacing(schedule: Rows) -> Rows:
-    """The table with None for every tick in which a rank waits, and after its end until the last rank's."""
+    """Returns the table with None for every tick in which a rank waits, and after its end until the last rank's."""
     if not any(schedule):
         return schedule
     table = _engine_table(schedule)

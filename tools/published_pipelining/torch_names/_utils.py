@@ -20,8 +20,8 @@ from ._metadata import (  # noqa: F401
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:
-    """The leaves of nested arguments. With `detach` the arguments and the leaves, tensors detached but with the same
-    wish for a gradient."""
+    """Returns the leaves of nested arguments. With `detach` the arguments and the leaves, tensors detached but with the
+    same wish for a gradient."""
     leaves, spec = pytree.tree_flatten(args)
     if not detach:
         return leaves
@@ -47,7 +47,7 @@ def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "
 
 
 def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
-    """The stages of every rank, in ascending order."""
+    """Returns the stages of every rank, in ascending order."""
     stages: dict[int, list[int]] = {}
     for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
         stages.setdefault(rank, []).append(stage)

@@ -18,7 +18,7 @@ def _ranks(stage_to_rank, num_stages: int) -> list[int]:
 
 
 def _format_pipeline_order(pipeline_order: Table, error_step_number: int | None = None) -> str:
-    """A table as text, a line a step and a column a rank; one step may be marked as where an error happened."""
+    """Returns a table as text, a line a step and a column a rank; one step may be marked as where an error happened."""
     steps = max((len(row) for row in pipeline_order.values()), default=0)
     digits = len(str(steps - 1))
     cells = [
@@ -62,7 +62,7 @@ def _merge_bw(compute_actions: list[_Action | None]) -> list[_Action]:
 
 
 def _add_send_recv(compute_actions: Table, stage_to_rank, num_stages: int) -> Table:
-    """The table with sends and receives. Stages talk to their neighbours; `stage_to_rank(stage)` says where they are."""
+    """The table with sends and receives. Stages talk to their neighbors; `stage_to_rank(stage)` says where they are."""
     try:
         lowered = _schedule(compute_actions, _ranks(stage_to_rank, num_stages)).torch_lowering(reduce_grad=False)
     except _C.Error as error:
@@ -87,7 +87,7 @@ class _NotProgressing(InvalidSchedule, ValueError):
 
 
 def _simulate_comms_compute(pipeline_order: Table, stage_to_rank, num_stages: int) -> Table:
-    """A table with messages played in rounds, an entry a rank and round; None where a rank waits."""
+    """Returns a table with messages played in rounds, an entry a rank and round; None where a rank waits."""
     try:
         played = _schedule(pipeline_order, _ranks(stage_to_rank, num_stages)).simulate_send_recv()
     except _C.Error as error:
@@ -116,7 +116,7 @@ def _dump_chrometrace(schedule: Table, filename: str) -> None:
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    """Starts messages and answers what to wait for. Those that all go one way are started one by one, so that none waits
+    """Starts messages and returns what to wait for. Those that all go one way are started one by one, so that none waits
     for another."""
     kinds = {op.op for op in p2p_ops}
     if kinds == {dist.isend}:
@@ -127,7 +127,7 @@ def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.
 
 
 def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
-    """The same rank by rank, in ascending order."""
+    """As `_batch_p2p`, rank by rank, in ascending order."""
     by_peer: dict[int, list[dist.P2POp]] = {}
     for op in p2p_ops:
         by_peer.setdefault(op.peer, []).append(op)

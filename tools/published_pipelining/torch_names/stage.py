@@ -17,7 +17,7 @@ from ._utils import (  # noqa: F401
 
 
 class _RecvInfo:
-    """Where an input of a stage comes from: described by stages that make their own messages."""
+    """The source of a stage's input: described by stages that make their own messages."""
 
     def __init__(
         self,

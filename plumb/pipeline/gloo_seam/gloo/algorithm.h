@@ -1,2 +1,1 @@
-// c10d's Gloo header includes this file and uses nothing of it.
-#pragma once
+#include "gloo_interface.h"

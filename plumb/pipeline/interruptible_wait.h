@@ -1,0 +1,53 @@
+// Waits for c10d's works that another thread can end.
+#pragma once
+
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <mutex>
+#include <stdexcept>
+
+namespace plumb {
+
+class InterruptibleWait {
+ public:
+  // Throws std::runtime_error if the work fails, or once interrupt() was called. `on_device`: the work is the device
+  // backend's; the wait is then for the device's current stream, where the backend can.
+  void wait(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout, bool on_device = false) {
+    hold(work, on_device);
+    const auto let_go = c10::make_scope_exit([this] { hold({}, false); });
+    if (interrupted() || !work->wait(timeout)) throw std::runtime_error("interrupted");
+  }
+
+  // Ends the wait of another thread, now or later. `device`: the backend whose works cannot be ended one by one.
+  template <class Device>
+  void interrupt(const Device& device) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    interrupted_ = true;
+    if (work_ && on_device_) {
+      device->abort();
+    } else if (work_) {
+      work_->abort();
+    }
+  }
+
+  bool interrupted() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    return interrupted_;
+  }
+
+ private:
+  void hold(c10::intrusive_ptr<c10d::Work> work, bool on_device) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    work_ = std::move(work);
+    on_device_ = on_device;
+  }
+
+  std::mutex lock_;
+  bool interrupted_ = false;
+  c10::intrusive_ptr<c10d::Work> work_;
+  bool on_device_ = false;
+};
+
+}  // namespace plumb

@@ -1,0 +1,30 @@
+#include "plumb/training/ranks.h"
+
+#include "plumb/pipeline/environment.h"
+#include "plumb/training/stages.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+
+TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
+  const auto place = given != nullptr ? std::optional(*given) : o.processes() > 1 ? discover_ranks() : std::nullopt;
+  TrainRanks ranks;
+  ranks.device = device_of(o, place ? place->local_rank : 0);
+  GlooOptions of_group;
+  if (!ranks.device.is_cpu()) of_group.device = ranks.device;
+  if (given != nullptr) {
+    ranks.world = make_gloo_group(*given, of_group);
+  } else if (o.processes() > 1) {
+    ranks.world = make_group_from_environment(of_group);
+  }
+  ranks.world.set_timeout(std::chrono::seconds(o.patience));
+  if (ranks.world.size() != o.processes()) {
+    throw UsageError(c10::str("--stages ", o.stages, " --data-parallel ", o.replicas, ": the launcher started ",
+                              ranks.world.size(), " processes"),
+                     "--stages times --data-parallel of " + std::to_string(ranks.world.size()));
+  }
+  ranks.groups = divide_into_replicas(ranks.world, static_cast<int>(o.replicas));
+  return ranks;
+}
+
+}  // namespace plumb

@@ -1,0 +1,24 @@
+// The processes of a training, and this one's place among them.
+#pragma once
+
+#include "plumb/pipeline/process_group.h"
+#include "plumb/training/options.h"
+
+namespace plumb {
+
+struct TrainRanks {
+  ProcessGroup world;
+  ReplicatedGroups groups;
+  at::Device device = at::kCPU;  // where this rank's stages compute
+
+  bool is_first() const { return world.rank() == 0; }
+  bool in_first_pipeline() const { return groups.replicas.rank() == 0; }
+  // This rank's number in its pipeline.
+  int rank() const { return groups.pipeline.rank(); }
+};
+
+// Meets the other ranks. `place`: this process's place in a generation of its launcher; null: its environment tells it.
+// Throws UsageError if the launcher started another number of processes than the options need.
+TrainRanks meet_ranks(const TrainOptions& options, const RankEnvironment* place);
+
+}  // namespace plumb

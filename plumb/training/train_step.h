@@ -1,0 +1,56 @@
+// A rank's part of a training's steps: its stages, their gradients and the optimizer.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "plumb/training/gradients.h"
+#include "plumb/training/job.h"
+#include "plumb/training/loss.h"
+#include "plumb/training/optimizer.h"
+#include "plumb/training/ranks.h"
+
+namespace plumb {
+
+class TrainStep {
+ public:
+  // All must outlive it.
+  TrainStep(const TrainOptions& options, TrainJob& job, const TrainRanks& ranks);
+
+  // Makes the pipeline, which compares copies of parameters: every rank's state must be there.
+  void connect();
+
+  struct Numbers {
+    double loss = 0, norm = 0;
+    double memory = 0;            // of this pipeline's largest rank
+    std::vector<double> squares;  // of the gradients' norms, by job.trained
+  };
+  // Leaves the step's gradients in the parameters. All ranks call it.
+  Numbers compute(int64_t step, const Parts& parts);
+  // Clips the gradients and changes the weights.
+  void update(const Numbers& numbers);
+
+  const std::map<int, std::shared_ptr<StageFunction>>& stages() const { return stages_; }
+  Optimizer& optimizer() { return *optimizer_; }
+  Pipeline& pipeline() { return *pipeline_; }
+  // Returns whether this rank computes the loss.
+  bool has_loss() const { return owners_.back() == ranks_.rank(); }
+
+ private:
+  void run_pass(int64_t step, const Parts& parts, int64_t pass, Numbers& numbers);
+  void share(Numbers& numbers);
+
+  const TrainOptions& o_;
+  TrainJob& job_;
+  const TrainRanks& ranks_;
+  std::map<int, std::shared_ptr<StageFunction>> stages_;
+  NamedTensors parameters_;           // that this rank trains, each tensor once, by their first names in the model
+  std::vector<at::Tensor> measured_;  // of job.trained: the tensor, on the rank that owns it
+  std::vector<int> owners_;           // of job.trained, then each rank, then that of the loss
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<PassSum> passes_;  // null: one pass a step
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,306 @@
+"""Writes of a forward into its module besides parameters and buffers (attributes, and the dicts, lists and objects in
+them), and the restoring of the module after a capture. Modules that a capture refuses."""
+
+from __future__ import annotations
+
+import copy
+import random
+import reprlib
+import sys
+import warnings
+from collections import deque
+from typing import Any, Iterator, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .._errors import Error, ErrorKind
+from .._trees import PLAIN, holds_tensors
+
+MISSING = object()  # in a slot that is not there
+_MOST = 10_000  # entries of a table; a larger one is data
+_DEEPEST = 4
+_STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # others look after these
+_LIBRARIES = ("torch", "plumb", "numpy", "builtins")  # whose objects keep no state of the model's
+
+
+class Table(NamedTuple):
+    """A dict, list, deque or set that a forward may write, called `name` from the root, and what is in it `before`."""
+
+    name: str
+    live: Any
+    before: Any
+    dotted: bool  # it has the attributes of a module or another object
+    module: nn.Module | None = None  # whose attributes it has
+    holds_buffers: bool = False  # of a module
+    parent: Table | None = None  # in which this one was, under `key`
+    key: Any = None
+
+    def slot(self, key: Any) -> str:
+        if key is None and not isinstance(self.live, dict):
+            return self.name
+        if self.dotted:
+            return f"{self.name}.{key}" if self.name else str(key)
+        return f"{self.name}[{key!r}]"
+
+    def current(self) -> Table:
+        """Returns the one that is in its place now."""
+        if self.parent is None:
+            return self
+        try:
+            value = self.parent.current().live[self.key]
+        except (LookupError, TypeError):
+            return self
+        live = getattr(value, "__dict__", None) if self.dotted else value
+        return self._replace(live=live) if type(live) is type(self.live) else self
+
+    def put(self, key: Any, value: Any) -> None:
+        if isinstance(self.live, dict):
+            if value is MISSING:
+                self.live.pop(key, None)
+            else:
+                self.live[key] = value
+        elif key is None:
+            self.live.clear()
+            self.live.update(value) if isinstance(self.live, set) else self.live.extend(value)
+        else:
+            self.live[key] = value
+
+    def differences(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(key, before, now) of slots with another object; with the key None all of a set, or of a list of another
+        length."""
+        if isinstance(self.live, dict):
+            for key in [*self.before, *(k for k in self.live if k not in self.before)]:
+                before, now = self.before.get(key, MISSING), self.live.get(key, MISSING)
+                if now is not before:
+                    yield key, before, now
+        elif isinstance(self.live, set) or len(self.live) != len(self.before):
+            if self.live != self.before:
+                yield None, self.before, list(self.live)
+        else:
+            yield from [(i, a, b) for i, (a, b) in enumerate(zip(self.before, self.live)) if a is not b]
+
+
+def same_objects(a: Any, b: Any) -> bool:
+    return a is b or (
+        isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and all(x is y for x, y in zip(a, b))
+    )
+
+
+def _walk(
+    name: str, value: Any, depth: int, found: list[Table], seen: set[int], parent: Table | None = None, key: Any = None
+) -> None:
+    """Adds the tables in `value` to `found`. `value` is in `parent` under `key`."""
+    if isinstance(value, tuple):
+        for i, v in enumerate(value):
+            _walk(f"{name}[{i}]", v, depth + 1, found, seen)
+        return
+    live, dotted = value, False
+    if not isinstance(value, (dict, list, deque, set)):
+        live, dotted = getattr(value, "__dict__", None), True
+        if not isinstance(live, dict) or isinstance(value, (type, nn.Module, Tensor)) or callable(value):
+            return
+        if type(value).__module__.partition(".")[0] in _LIBRARIES:
+            return
+    if id(live) in seen or depth > _DEEPEST or len(live) > _MOST:
+        return
+    seen.add(id(live))
+    table = Table(name, live, dict(live) if isinstance(live, dict) else copy.copy(live), dotted, parent=parent, key=key)
+    found.append(table)
+    for key, v in list(live.items() if isinstance(live, dict) else enumerate(live)):
+        _walk(table.slot(key), v, depth + 1, found, seen, table, key)
+
+
+def tables(module: nn.Module) -> list[Table]:
+    """Returns the tables of all modules, in the order in which a walk from the root meets them."""
+    found: list[Table] = []
+    seen: set[int] = set()
+
+    for name, sub in module.named_modules():
+        table = Table(name, sub.__dict__, dict(sub.__dict__), True, sub)
+        found.append(table)
+        if isinstance(sub._buffers, dict):  # those of a scripted module are C++'s
+            found.append(Table(name, sub._buffers, dict(sub._buffers), True, holds_buffers=True))
+        for key, value in list(sub.__dict__.items()):
+            if key not in _STATE and key != "forward":
+                _walk(table.slot(key), value, 1, found, seen, table, key)
+    return found
+
+
+class Change(NamedTuple):
+    """`key` of `table`, called `name` from the root, was `before` and is `now`. `computed`: autograd made `now` of inputs."""
+
+    table: Table
+    key: Any
+    name: str
+    before: Any
+    now: Any
+    computed: bool = False
+
+    def put(self) -> None:
+        self.table.put(self.key, self.now)
+
+
+def _full(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def refuse_modules(module: nn.Module, with_root: bool) -> None:
+    """Refuses what a graph would leave out in silence: layers without parameters yet, hooks on gradients."""
+    for name, sub in module.named_modules():
+        for key, p in [*sub._parameters.items(), *sub._buffers.items()]:
+            if torch.nn.parameter.is_lazy(p):
+                raise Error(
+                    f"'{_full(name, key)}' of {type(sub).__name__} has no shape yet",
+                    kind=ErrorKind.InvalidState,
+                    remedy="call the model once, lazy layers take their shapes from the first input",
+                )
+        if (sub._backward_hooks or sub._backward_pre_hooks) and (sub is not module or with_root):
+            raise Error(
+                f"module '{name}' ({type(sub).__name__}) has backward hooks, which a graph would not call",
+                kind=ErrorKind.Capture,
+                remedy="remove them (the handle's remove()), hook parameters or the model's output, or write them as a "
+                "torch.autograd.Function",
+            )
+
+
+def random_states() -> tuple[Tensor, Tensor | None]:
+    """Returns the states of torch's generators: the CPU's, and that of the current accelerator if there is one in use.
+    """
+    device = torch.accelerator.current_accelerator()
+    module = device and torch.get_device_module(device)
+    used = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return torch.get_rng_state(), module.get_rng_state() if used else None
+
+
+def set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
+    cpu, accelerator = states
+    torch.set_rng_state(cpu)
+    if accelerator is not None:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(accelerator)
+
+
+class ModuleStateGuard:
+    """Keeps attributes of modules and the random states of Python and NumPy, puts them back after a capture, and tells what
+    the forward did to them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tables = tables(module)
+        self.parts = [  # those of a scripted module are C++'s
+            (name, what, table, dict(table))
+            for name, sub in module.named_modules()
+            for what, table in (("parameter", sub._parameters), ("module", sub._modules))
+            if isinstance(table, dict)
+        ]
+        self.parameters = list(module.parameters())
+        self.modes = [(sub, sub.training) for sub in module.modules()]
+        self.changes: list[Change] = []  # of values that are no tensors, as the last restore() found them
+        self.kept: list[Change] = []  # of slots that held no tensors, as the last tensors() found them
+        self.left: dict[str, Any] = {}  # by their names, the very objects
+        self.written: set[tuple[int, Any]] = set()  # all slots that the forward has written: (id of the table, key)
+        self.random = random.getstate()
+        self.numpy = getattr(sys.modules.get("numpy"), "random", None)
+        self.numpy_state = self.numpy.get_state() if self.numpy else None
+
+    def tensors(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Tensors outside of parameters and buffers that were re-assigned: (name, old, new). The old ones, and buffers that
+        were None, are there again afterwards; new ones are gone."""
+        changed = []
+        self.kept, self.left = [], {}
+        for table in self.tables:
+            for key, old, now in list(table.differences()):
+                leaves, spec = pytree.tree_flatten(now)
+                if not any(isinstance(x, Tensor) for x in leaves):
+                    continue
+                self.written.add((id(table.live), key))
+                name = table.slot(key)
+                before, before_spec = pytree.tree_flatten(old)
+                alike = spec == before_spec and all(
+                    isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in zip(before, leaves)
+                )
+                if alike:
+                    pairs = [
+                        (i, a, b)
+                        for i, (a, b) in enumerate(zip(before, leaves))
+                        if isinstance(a, Tensor) and a is not b
+                    ]
+                    changed += [(f"{name}[{i}]" if len(leaves) > 1 else name, a, b) for i, a, b in pairs]
+                else:
+                    self.left[name] = now
+                    computed = self._hang_on_inputs(leaves)
+                    plain = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), now)
+                    self.kept.append(Change(table, key, name, old, plain, computed))
+                table.put(key, old)
+        return changed
+
+    def refuse_new_parts(self) -> None:
+        """Raises `plumb.Error` if the forward has made or replaced parameters or modules, after it has taken them away again."""
+        found = None
+        for owner, what, now, before in self.parts:
+            changed = [key for key in {**before, **now} if now.get(key) is not before.get(key)]
+            if changed:
+                found = found or (what, _full(owner, changed[0]))
+                now.clear()
+                now.update(before)
+        if found:
+            what, name = found
+            raise Error(
+                f"the forward makes the {what} '{name}', and a graph has those that were there before",
+                kind=ErrorKind.Capture,
+                remedy="if the layer makes it on its first batch, run the model once before; else make it in the constructor",
+            )
+
+    def _hang_on_inputs(self, tensors: list) -> bool:
+        """Returns whether autograd would pass a gradient of these to anything but the module's parameters."""
+        own = {id(p) for p in self.parameters}
+        nodes = [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if hasattr(node, "variable") and id(node.variable) not in own:
+                return True
+            further = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= further
+            nodes += further
+        return False
+
+    def restore(self, warn: bool = True) -> list[str]:
+        """Puts everything back. Returns notes on changes; `warn`: random draws are warned of, too."""
+        notes, drawn = [], []
+        self.changes = []
+        for table in self.tables:
+            for key, before, now in list(table.differences()):
+                if table.dotted and (key == "training" or not (isinstance(before, PLAIN) or holds_tensors(now))):
+                    continue
+                if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
+                    continue
+                self.written.add((id(table.live), key))
+                table.put(key, before)
+                name = table.slot(key)
+                self.changes.append(Change(table, key, name, before, now))
+                if all(
+                    isinstance(x, PLAIN) for x in pytree.tree_leaves([b for b in (before, now) if b is not MISSING])
+                ):
+                    told = ["nothing" if x is MISSING else reprlib.repr(x) for x in (before, now)]
+                    notes.append(
+                        f"attribute '{name}' changed from {told[0]} to {told[1]} in the forward: a graph does not"
+                    )
+        for sub, training in self.modes:
+            sub.training = training
+        if random.getstate() != self.random:
+            random.setstate(self.random)
+            drawn.append("Python's random")
+        if self.numpy and not _same(self.numpy.get_state(), self.numpy_state):
+            self.numpy.set_state(self.numpy_state)
+            drawn.append("NumPy's random")
+        for generator in drawn:
+            note = f"the forward draws from {generator} generator: what follows from it is the same in every run of the graph"
+            notes.append(note)
+            if warn:
+                warnings.warn(f"{note}. Draw with torch to have it drawn in every run.", stacklevel=2)
+        return notes
+
+
+def _same(a: tuple, b: tuple) -> bool:
+    return (a[1] == b[1]).all() and a[2:] == b[2:]

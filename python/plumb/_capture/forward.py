@@ -1,0 +1,310 @@
+"""One forward of a live ``torch.nn.Module`` as a graph: :func:`capture`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import threading
+from typing import Any, Callable, Iterator, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import _C
+from .._errors import Error, ErrorKind
+from .._exported import capture_dynamic
+from .._graph_module import GraphModule
+from .._state import BUFFER, CONSTANT, state_of
+from .._trees import flatten_inputs, flatten_output, hashed, plain_value, register_named_tuples, unflatten
+from .._unit_scaled import is_marked, mark_state_dict
+from ..parameter import tell_engine
+from . import torch_patches
+from .attribute_reads import Observer, guards_of, observed
+from .attribute_writes import Change, ModuleStateGuard, refuse_modules
+from .call_sites import here
+from .custom_functions import opaque_functions
+from .guards import Guards, enabled_autocast
+from .left_tensors import LeftTensors
+from .next_call import path_in_any_mode, refuse_other_paths, watched
+from .replacements import replaced
+from .tensor_reads import is_check, watched_grad_mode, watched_tensors
+from .torch_patches import INSIDE
+
+_LEAF = {"type": None, "context": None, "children_spec": []}
+_capture_lock = threading.RLock()
+
+
+def _spec_json(spec: Any, num_leaves: int) -> str:
+    """torch's own JSON of a tree spec; a flat tuple for types it cannot write."""
+    register_named_tuples(spec)
+    try:
+        return pytree.treespec_dumps(spec)
+    except Exception:
+        return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
+
+
+def positional_names(forward: Callable[..., Any]) -> list[str]:
+    """Returns the names of those parameters of a forward that may be given by position."""
+    try:
+        function = forward.forward if isinstance(forward, nn.Module) else forward
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
+    """Returns each input under the name of its parameter in the forward's signature, and its place inside of that."""
+    positional = positional_names(forward)
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        keys = [str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path]
+        if keys[0] == "0" and int(keys[1]) < len(positional):
+            keys[1] = positional[int(keys[1])]
+        names.append("_".join(keys[1:]))
+    return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
+
+
+class _Forward:
+    """One forward to be captured, as the engine asks about it (``capture_python`` in bindings/capture.cpp)."""
+
+    inside = list(INSIDE)  # whose frames are not the user's lines
+    is_check = staticmethod(is_check)
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None):
+        self.module = module
+        self.run = forward if forward is not None else module
+        self.one_graph = forward is None  # transformed modules have others
+        self.grad_mode = self.one_graph or torch.is_grad_enabled()
+        self.asks_grad_mode: list[str] = []  # lines
+        self.leaves, self.spec = flatten_inputs(args, kwargs)
+        self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
+        self.in_spec = _spec_json(self.spec, len(self.leaves))
+        self.input_names = _input_names(self.run, args, kwargs)
+        self.state = state_of(module)
+        self.training = module.training
+        self.library_folders = torch_patches.library_folders()
+        self.has_libraries = torch_patches.has_libraries(module)
+        self.told_libraries = False
+        self.observer: Observer | None = None
+        self.start_from: list[Change] = []  # attributes that begin with other values
+        self.out_spec: Any = None
+        self.plain_outputs: list = []
+        self.left = LeftTensors([])
+
+    def call(self, flat: list) -> tuple[list, str]:
+        given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
+        args, kwargs = unflatten(given, self.spec)
+        output, self.out_spec = flatten_output(self.run(*args, **kwargs))
+        self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
+        outputs = [o if isinstance(o, Tensor) else None for o in output]
+        self.left = LeftTensors(self.state_guard.tables)
+        if self.one_graph or not self.left.outputs:
+            return outputs, _spec_json(self.out_spec, len(output))
+        both = pytree.tree_unflatten([0] * len(output), self.out_spec), [0] * len(self.left.outputs)
+        return outputs + self.left.outputs, _spec_json(pytree.tree_flatten(both)[1], len(output) + len(both[1]))
+
+    def buffers_after(self) -> list[tuple[str, Tensor]]:
+        """Buffers that the forward re-assigned: (name, new). The old ones are there again afterwards."""
+        changed = []
+        owners = dict(self.module.named_modules(remove_duplicate=False))  # scripted modules have no get_submodule
+        for name, kind, old, _ in self.state:
+            owner, _, leaf = name.rpartition(".")
+            buffers = owners[owner]._buffers if kind == BUFFER else {}
+            now = buffers[leaf] if leaf in buffers else None
+            if now is not None and now is not old:
+                changed.append((name, now))
+                buffers[leaf] = old
+        return changed
+
+    def attributes_after(self) -> list[tuple[str, Tensor, Tensor]]:
+        changed = self.state_guard.tensors()
+        self.state_guard.refuse_new_parts()
+        return changed
+
+    def begin_attempt(self, tell_libraries: bool) -> None:
+        self.state_guard.restore(warn=False)
+        for change in self.start_from:
+            change.put()
+        self.told_libraries = tell_libraries
+
+    @contextlib.contextmanager
+    def traced(self, replace: dict) -> Iterator[None]:
+        """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
+        with _capture_lock, contextlib.ExitStack() as stack:
+            self.state_guard = ModuleStateGuard(self.module)
+            if self.observer is None:  # the first capture's reads are those of the graph
+                self.observer = stack.enter_context(observed())
+            stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
+            stack.enter_context(torch_patches.module_stack(self.module))
+            stack.enter_context(opaque_functions())
+            stack.enter_context(torch_patches.higher_order_operators())
+            stack.enter_context(replaced(replace))
+            with contextlib.suppress(Exception):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch_patches.unoptimised_scripts(self.module))
+            stack.enter_context(watched_tensors(self.one_graph))
+            self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
+            try:
+                yield
+            finally:
+                self.changed = self.state_guard.restore()
+
+
+class Captured(NamedTuple):
+    """The captured form of one forward of a module."""
+
+    engine: Any  # the engine's graph module
+    in_spec: Any
+    out_spec: Any
+    plain: list  # by output: the value of what is no tensor
+    notes: list[str]
+    asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
+    guards: Callable[[], Guards]  # makes those of what the forward read, when the module is as it is to be again
+    left: LeftTensors  # what the graph returns behind its outputs, if the forward was given
+
+    def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
+        """`leaves`: the inputs of the capture."""
+        self.engine.mode_read_at = guards.mode_line.encode(errors="backslashreplace").decode()  # a file's name may be any bytes
+        plain_inputs = [plain_value(x) for x in leaves]
+        return GraphModule(
+            self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training,
+            autocast=enabled_autocast(), guards=guards,
+        )  # fmt: skip
+
+
+def capture_engine(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    *,
+    forward: Callable[..., Any] | None = None,
+    verify: bool = False,
+    calls: list | None = None,
+    replace: dict | None = None,
+    guard_values: bool = False,
+    control_values: list[Tensor] | None = None,
+) -> Captured:
+    """Runs the forward of `module` once and records its operators.
+
+    Args:
+        forward: is called instead of ``module(...)``.
+        calls: receives (names of results, operator, :class:`plumb._capture.call_sites.Call`) for every operator that Python called.
+        replace: functions whose calls go to others.
+        guard_values: values that the forward takes out of tensors may be guarded: the graph checks in every run that they
+            are the same. Otherwise they are refused.
+        control_values: guards values at once, and gives the tensors that such values and sizes come from these values, in
+            order.
+    """
+    refuse_modules(module, with_root=forward is None)
+    request = _Forward(module, args, kwargs, forward)
+    traced = functools.partial(request.traced, replace or {})
+    with traced():
+        engine, notes, found = _C.capture(
+            request, verify, here if calls is not None else None, guard_values, control_values
+        )
+    left = request.left
+    left.forget_state(engine)
+    written = request.state_guard.written
+    told = [torch_patches.TOLD_NOTE] if request.told_libraries else []
+    if request.asks_grad_mode:
+        mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
+        told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")
+    if request.one_graph and left.names:
+        names = ", ".join(f"'{name}'" for name in left.names)
+        told.append(f"the forward leaves tensors in {names}: a run of the graph does not (a transformed module does)")
+    all_notes = [*notes, *request.changed, *told]
+    changes, kept = request.state_guard.changes, request.state_guard.kept
+    if changes or kept:
+        request.start_from = [*changes, *kept]
+
+        def capture_again() -> tuple[Any, dict]:
+            again = _C.capture(request, False, None, guard_values, control_values)[0]
+            return again, request.state_guard.left
+
+        with traced(), watched(changes) as reads:
+            all_notes += refuse_other_paths(changes, kept, engine, capture_again, reads)
+        left.compare(request.left)
+    for parameter in module.parameters():
+        tell_engine(parameter)
+    if calls is not None:
+        calls[:] = found
+    asks_grad_mode = bool(request.asks_grad_mode)
+    guards = functools.partial(guards_of, request.observer, module, written, forward)
+    return Captured(
+        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left
+    )
+
+
+def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: Any) -> bool:
+    """Returns whether the forward of a module that asks for its mode takes the same path in the other one."""
+    modes = [(sub, sub.training) for sub in module.modules()]
+    try:
+        for sub, training in modes:
+            sub.training = not training
+        other = capture_engine(module, args, kwargs).engine
+    except Exception:  # it takes another path there at any rate
+        return False
+    finally:
+        for sub, training in modes:
+            sub.training = training
+    constants = [[tensor for _, kind, tensor, _ in e.state() if kind == CONSTANT] for e in (engine, other)]
+    return path_in_any_mode(engine) == path_in_any_mode(other) and all(map(torch.equal, *constants))
+
+
+def signature(leaves: list) -> tuple:
+    """The facts about inputs that a graph is specialized to. A forward may ask for a layout, and an operator refuse it."""
+    try:
+        return tuple([
+            (x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride()) if isinstance(x, Tensor) else hashed(x)
+            for x in leaves
+        ])
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return tuple((x.dtype, x.shape, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else hashed(x) for x in leaves)
+
+
+def capture(
+    module: nn.Module, *args: Any, plumb_verify: bool = False, dynamic_shapes: Any = None, **kwargs: Any
+) -> GraphModule:
+    """Captures one forward of `module` on these inputs as a :class:`GraphModule`.
+
+    The graph holds every operator call at the level it was written (``linear``, ``layer_norm``, ...), bit for bit what
+    eager computes, forward and backward. The module is as before afterwards. ``plumb_verify=True`` captures twice on
+    other input values and compares a replay with eager.
+
+    ``dynamic_shapes`` says which sizes may vary, in the words of ``torch.export.export``: ``({0: torch.export.Dim("batch")},)``
+    for the first dimension of the first input. Then ``torch.export`` makes the graph, with what it refuses, and one graph
+    takes every batch, the last one too; ``plumb_verify`` is not for it.
+
+    Raises :class:`plumb.Error` naming operator, module and line when the forward takes a value out of a tensor.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"plumb.capture takes a torch.nn.Module, got {type(module).__name__}")
+    if dynamic_shapes is not None:
+        if plumb_verify:
+            raise Error("plumb_verify captures twice at one size", remedy="it, or dynamic_shapes")
+        refuse_modules(module, with_root=True)
+        if any(hasattr(sub.__dict__.get("forward"), "prepare") for sub in module.modules()):
+            raise Error(
+                "dynamic_shapes: a transformed module has a graph for each size",
+                kind=ErrorKind.Unsupported,
+                remedy="graph = plumb.capture(plain_module, ..., dynamic_shapes=...), then "
+                'plumb.transforms.run_passes(graph, "unit_scale", "simulate_format")',
+            )
+        return capture_dynamic(module, args, kwargs, dynamic_shapes)
+    forward = module.__dict__.get("forward")
+    if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
+        forward.prepare(args, kwargs)
+    leaves, _ = flatten_inputs(args, kwargs)
+    captured = capture_engine(module, args, kwargs, verify=plumb_verify)
+    guards = captured.guards()
+    guards.end_with(module)
+    if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
+        guards.mode_line = ""
+    graph = captured.as_module(leaves, module.training, guards)
+    if is_marked(module):
+        mark_state_dict(graph)
+    return graph

@@ -1,0 +1,178 @@
+"""Guards: what a captured forward has read besides its inputs, parameters and buffers, and the check that it is still the same.
+
+attribute_reads.py makes them. docs/differences.md says what is not followed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import _C
+from .._trees import PLAIN, hashed
+from .torch_patches import autocast_regions
+
+# Kinds of entries, as bindings/guards.cpp counts them. An entry is (kind, holder, key, expected, contents).
+ITEM, ABSENT, ATTRIBUTE, TENSOR, TYPE, CELL = range(6)
+
+DEEPEST = 4  # containers in containers
+_MOST = 10_000  # entries of a container; a larger one is data, of which only the identity is held
+
+
+class _Same:
+    """An object that only equals itself."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: Any):
+        self.it = it
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.it is other.it
+
+    __hash__ = None
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by
+    identity."""
+    if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
+        return hashed(value)
+    if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST:
+        return _Same(value)
+    if isinstance(value, dict):
+        return type(value), [(_frozen(k, depth + 1), _frozen(v, depth + 1)) for k, v in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return type(value), set(value)
+    return type(value), [_frozen(v, depth + 1) for v in value]
+
+
+def _contents(value: Any, found: list, depth: int = 0) -> list:
+    """Containers in `value` that can be written, each followed by the objects in it."""
+    if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, deque)) or len(value) > _MOST:
+        return found
+    parts = [x for item in value.items() for x in item] if isinstance(value, dict) else list(value)
+    if not isinstance(value, tuple):
+        found += [value, tuple(parts)]
+    for part in parts:
+        _contents(part, found, depth + 1)
+    return found
+
+
+class Guards:
+    """Entries for what was read, and a name for each. Empty: nothing is held."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple] = []
+        self.names: list[str] = []
+        self._frozen: list[Any] = []
+        self._known: set[tuple] = set()
+        self.broken = ""  # the name of what the last hold() found changed
+        self.mode_line = ""  # the first line outside of torch that reads a module's `training`
+        self._module: Any = None
+
+    def add(self, kind: int, holder: Any, key: Any, expected: Any, name: str, skipped: set[int] = frozenset()) -> bool:
+        """Adds an entry. `skipped`: ids of containers whose contents are not held."""
+        if (kind, id(holder), key) in self._known:
+            return False
+        self._known.add((kind, id(holder), key))
+        follows = kind in (ITEM, ATTRIBUTE, CELL) and not (_contents_ids(expected) & skipped)
+        contents = tuple(_contents(expected, [])) if follows else ()
+        self.entries.append((kind, holder, key, expected, contents))
+        self._frozen.append(_frozen(expected) if follows else _Same(expected))
+        self.names.append(name)
+        return True
+
+    def include(self, other: Guards) -> None:
+        """Adds the entries of a graph that is called inside of this one."""
+        for entry, frozen, name in zip(other.entries, other._frozen, other.names):
+            if (known := (entry[0], id(entry[1]), entry[2])) not in self._known:
+                self._known.add(known)
+                self.entries.append(entry)
+                self._frozen.append(frozen)
+                self.names.append(name)
+        self.mode_line = self.mode_line or other.mode_line
+
+    def add_state(self, slots: list[tuple[dict, str, str, Tensor]]) -> None:
+        """Adds dtype, device and shape of parameters and buffers: (table, key, full name, tensor)."""
+        for table, key, name, _ in slots:
+            tensor = table[key] if key in table else None
+            if isinstance(table, dict) and isinstance(tensor, Tensor):
+                self.add(TENSOR, table, key, (tensor.dtype, tensor.device, tensor.shape), name)
+
+    def hold(self) -> bool:
+        """Returns whether everything is as it was read. Values that are equal and other objects are the same."""
+        i = _C.first_changed(self.entries)
+        while i >= 0:
+            if not self._still(i):
+                self.broken = self.names[i]
+                return False
+            i = _C.first_changed(self.entries, i + 1)
+        return True
+
+    def _still(self, i: int) -> bool:
+        kind, holder, key, _, _ = self.entries[i]
+        try:
+            if kind == ITEM:
+                now = holder[key]
+            elif kind == ATTRIBUTE:
+                now = getattr(holder, key)
+            elif kind == CELL:
+                now = holder.cell_contents
+            else:
+                return False
+        except (AttributeError, KeyError, ValueError):
+            return False
+        if isinstance(self._frozen[i], _Same) or _frozen(now) != self._frozen[i]:
+            return False
+        self.entries[i] = (kind, holder, key, now, tuple(_contents(now, [])))
+        return True
+
+    def end_with(self, module: nn.Module) -> Any:
+        """Holds as long as this module exists: the entries would keep its parts. Returns the weak reference to it."""
+        self._module = weakref.ref(module, lambda _, guards=weakref.ref(self): guards() and guards()._clear())
+        return self._module
+
+    def _clear(self) -> None:
+        self.entries, self.names, self._frozen, self._known = [], [], [], set()
+
+    def __deepcopy__(self, memo: dict) -> Guards:
+        return Guards()  # a copy of a graph holds nothing of the model it was captured from
+
+    def __reduce__(self) -> tuple:
+        return Guards, ()
+
+
+def _contents_ids(value: Any) -> set[int]:
+    return {id(c) for c in _contents(value, [])[::2]}
+
+
+def enabled_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns the devices, of the CPU and the accelerator, for which autocast is on, and its dtypes."""
+    return tuple((device, dtype) for device, enabled, dtype in autocast_regions() if enabled)
+
+
+class Tree:
+    """The modules below a module, remembered: walking over them costs more than running a small graph."""
+
+    def __init__(self, root: nn.Module):
+        modules = list(root.modules())
+        self.keyed = [m for m in modules if hasattr(type(m), "graph_key")]
+        self._tables = [m.__dict__ for m in modules]
+        self._guards = Guards()
+        for m in modules:
+            self._guards.add(TYPE, m, None, type(m), "")
+            if isinstance(m._modules, dict):  # a scripted module's stays
+                self._guards.add(ITEM, m.__dict__, "_modules", m._modules, "")
+
+    def is_current(self) -> bool:
+        return _C.first_changed(self._guards.entries) < 0
+
+    def modes(self) -> tuple:
+        modes = _C.modes_of(self._tables, "training")
+        return (modes, *[m.graph_key() for m in self.keyed])

@@ -1,0 +1,100 @@
+"""Functions that replace others while a module is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Callable, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import _C
+from . import call_sites
+from .cpython import calls_go_to
+
+
+class Replacements(dict):
+    """Functions, and what their calls go to. `called`: those of which there were calls."""
+
+    def __init__(self, pairs: dict[Callable[..., Any], Callable[..., Any]]):
+        super().__init__(pairs)
+        self.called: set[Callable[..., Any]] = set()
+
+    def run(self, old: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        self.called.add(old)
+        call_sites.replacing.append((old, self[old]))
+        try:
+            return self[old](*args, **kwargs)
+        finally:
+            call_sites.replacing.pop()
+
+
+def _calls_of(old: FunctionType, pairs: Replacements) -> contextlib.AbstractContextManager[None]:
+    """Calls of a Python function on this thread go elsewhere, except for those that are made there."""
+    thread = threading.get_ident()
+
+    def redirect(original: FunctionType, args: tuple, kwargs: dict) -> Any:
+        busy = any(pair[0] is old for pair in call_sites.replacing)
+        if busy or threading.get_ident() != thread or not _C.is_capturing():
+            return original(*args, **kwargs)
+        return pairs.run(old, args, kwargs)
+
+    return calls_go_to(old, redirect)
+
+
+def is_operator(function: Any) -> bool:
+    """Returns one of the module operator's, which stands for ``+``, ``[]``, ``+=``, ... in a forward."""
+    return getattr(function, "__module__", None) == "_operator"
+
+
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _is_mirrored(operator: Any, func: Any) -> bool:
+    """Returns whether torch was asked for ``number - tensor``, and so got the tensor first."""
+    name = func.__name__
+    reflected = name.startswith("__r") and name != "__rshift__"
+    return reflected or name.startswith("bitwise_") or _MIRRORED.get(operator.__name__) == name
+
+
+class _TorchFunctions(TorchFunctionMode):
+    """Redirects calls of torch's own functions and Python's operators, except those that torch's functions make of
+    another."""
+
+    def __init__(self, pairs: Replacements):
+        super().__init__()
+        self.pairs = pairs
+        self.has_operators = any(map(is_operator, pairs))
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.pairs:
+            return self.pairs.run(func, args, kwargs)
+        if self.has_operators:
+            written = call_sites.written()  # "+" and x.add() are one function of torch's
+            if is_operator(written) and written in self.pairs:
+                return self.pairs.run(written, args[::-1] if _is_mirrored(written, func) else args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def replaced(pairs: Replacements) -> Iterator[None]:
+    """Context manager that redirects calls of the keys to the values. The ``__code__`` of Python functions is swapped: see cpython.py."""
+    with contextlib.ExitStack() as stack:
+        python = [old for old in pairs if isinstance(old, FunctionType)]
+        for old in python:
+            stack.enter_context(_calls_of(old, pairs))
+        if len(python) < len(pairs):
+            stack.enter_context(torch._C._EnableTorchFunction())  # it is off while torch.compile asks for a graph
+            stack.enter_context(_TorchFunctions(pairs))
+        yield
+
+
+def is_torch_function(function: Any) -> bool:
+    """Returns a function of torch's, which has an operator of its own name and may itself be unit-scaled."""
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    module = getattr(function, "__module__", None) or ""
+    return isinstance(function, BuiltinFunctionType) or module.partition(".")[0] == "torch"

@@ -1,0 +1,123 @@
+"""Reads of tensors that only Python sees while a forward is captured: branches that are mere checks, sizes, lists of values."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import FrameType
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .cpython import past_modes, running
+from .torch_patches import INSIDE, patched
+
+
+def is_check() -> bool:
+    """Returns whether the caller branches on the tensor only to raise an exception in one of the branches."""
+    found = running(past_modes(sys._getframe(1)))
+    return found is not None and found[0].decides_a_raise(found[1])
+
+
+def _reader() -> FrameType:
+    """The caller of the function that calls this: not torch's function modes, and not a watch that they call again."""
+    frame = past_modes(sys._getframe(2))
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = past_modes(frame.f_back)
+    return frame
+
+
+def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _C.size_depends_on_values(self):
+            found = running(_reader())
+            _C.guard_size(self, found is None or not found[0].asks_for_emptiness(found[1]))
+        return read(self, *args, **kwargs)
+
+    return watch
+
+
+def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
+    """Makes the replacement of ``Tensor.requires_grad``. Inputs of a capture always require grad: the model's own code,
+    which may branch on it, gets the value of the given inputs. torch's code does not: its fused paths for inference
+    have no gradients."""
+
+    def ask(self: Tensor) -> bool:
+        known = torch._C.TensorBase.requires_grad.__get__(self)
+        if not known or not _C.is_capturing() or _reader().f_code.co_filename.startswith(INSIDE):
+            return known
+        return _C.requires_grad_as_given(self, guarded)
+
+    return ask
+
+
+def as_given(x: Any) -> Any:
+    """An input of a part that is captured inside of another capture, as it was given where it hangs on inputs of that."""
+    asks = isinstance(x, Tensor) and x.requires_grad and not _C.requires_grad_as_given(x, False)
+    if not asks:
+        return x
+    with _C.PausedCapture():
+        return x.detach()
+
+
+def _set_requires_grad(self: Tensor, value: bool) -> None:
+    # Inputs of a capture are no leaves and require grad already: setting it to True changes nothing.
+    if not (value and torch._C.TensorBase.requires_grad.__get__(self)):
+        torch._C.TensorBase.requires_grad.__set__(self, value)
+
+
+def _set_data(self: Tensor, value: Any) -> None:
+    if _C.is_capturing() and isinstance(value, Tensor):
+        _C.assign_data(self, value)
+    else:
+        torch._C.TensorBase.data.__set__(self, value)
+
+
+def _tolist(self: Tensor) -> Any:
+    known = _C.guard_values(self)
+    return torch._C.TensorBase.tolist(self if known is None else known)
+
+
+@contextlib.contextmanager
+def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
+    """Makes torch.is_grad_enabled() return `answer` to the model's own code outside of its own torch.no_grad(), as a
+    capture always runs with gradients on. Yields the lines that ask."""
+    original, lines = torch.is_grad_enabled, []
+
+    def is_grad_enabled() -> bool:
+        frame = past_modes(sys._getframe(1))
+        if not original() or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
+            return original()
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return answer
+
+    with patched(torch, is_grad_enabled=is_grad_enabled):
+        yield lines
+
+
+@contextlib.contextmanager
+def watched_tensors(one_graph: bool) -> Iterator[None]:
+    """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
+    hooks on tensors. `one_graph`: no other graph exists for inputs whose ``requires_grad`` differs, so reads of it are guarded."""
+    base = torch._C.TensorBase
+    if "shape" in Tensor.__dict__:  # a capture inside of another
+        yield
+        return
+    hook = Tensor.register_hook
+
+    def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
+        if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not self.is_leaf:
+            _C.refuse(
+                "a hook is registered on a tensor in the forward, which a graph would not call",
+                "write it as a torch.autograd.Function, or register the hook on the model's output or on a parameter",
+            )
+        return hook(self, function)
+
+    watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
+    watches["shape"] = property(_watched(base.shape.__get__))
+    watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
+    watches["data"] = property(base.data.__get__, _set_data)
+    with patched(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
+        yield

@@ -1,0 +1,131 @@
+"""Small changes to torch while a forward is captured. Each is a context manager that undoes its change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, Callable, ContextManager, Iterator
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+
+from .. import _C
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+PLUMB = os.path.dirname(os.path.dirname(__file__)) + os.sep
+INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Context manager in which a class or module has these attributes."""
+    before = {name: owner.__dict__.get(name) for name in attributes}  # None: inherited
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is None else setattr(owner, name, value)
+
+
+def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Returns whether autocast is on, and to which dtype, on the CPU, and on the accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
+
+@contextlib.contextmanager
+def module_stack(module: nn.Module) -> Iterator[None]:
+    """Tells the engine which module's forward runs, by hooks on every module."""
+    names = {id(sub): name for name, sub in module.named_modules()}
+
+    def enter(sub: nn.Module, _args: Any) -> None:
+        _C.push_module(names.get(id(sub), ""), type(sub).__name__)
+
+    def leave(_sub: nn.Module, _args: Any, _output: Any) -> None:
+        _C.pop_module()
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def higher_order_operators() -> ContextManager:
+    """Context manager in which ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
+    other value that chooses a path; torch's other operators on functions are refused by name."""
+    original = HigherOrderOperator.__call__
+
+    def run_while(condition: Callable, body: Callable, carried: tuple, additional: tuple = ()) -> tuple:
+        while condition(*carried, *additional):
+            carried = body(*carried, *additional)
+        return carried
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not _C.is_capturing():
+            return original(self, *args, **kwargs)
+        if self.name() == "cond":
+            condition, true, false, operands = args
+            return (true if condition else false)(*operands)
+        if self.name() == "while_loop":
+            return run_while(*args)
+        _C.refuse(
+            f"the forward calls the operator {self.name()} of torch.ops.higher_order, which works on functions",
+            "write it with plain operators: attention as scaled_dot_product_attention with a mask, loops in Python",
+        )
+
+    return patched(HigherOrderOperator, __call__=call)
+
+
+@contextlib.contextmanager
+def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
+    """Scripted code runs operator by operator, not as functions with a backward of their own."""
+    for sub in module.modules():
+        if isinstance(sub, torch.jit.ScriptModule) and hasattr(getattr(sub, "forward", None), "_debug_flush_compilation_cache"):
+            sub.forward._debug_flush_compilation_cache()
+    function = torch.jit.ScriptFunction
+    call = function.__call__
+
+    def flush_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_capturing():
+            self._debug_flush_compilation_cache()
+        return call(self, *args, **kwargs)
+
+    with patched(function, __call__=flush_and_call), torch.jit.optimized_execution(False):
+        yield
+
+
+# Libraries with code of their own for graph makers. They branch on tensor values (are all masks ones?), and do not when
+# torch.compiler.is_compiling() says yes.
+_LIBRARIES = ("transformers",)
+TOLD_NOTE = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
+
+
+def library_folders() -> list[str]:
+    """Returns the folders of such libraries that are imported."""
+    found = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    return [os.path.dirname(file) + os.sep for file in found if file]
+
+
+def has_libraries(module: nn.Module) -> bool:
+    return any(type(m).__module__.partition(".")[0] in _LIBRARIES for m in module.modules())
+
+
+def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
+    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, while `tell` returns true."""
+    original = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return (tell() and caller.partition(".")[0] in _LIBRARIES) or original()
+
+    return patched(torch.compiler, is_compiling=is_compiling)

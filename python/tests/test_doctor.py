@@ -1,0 +1,33 @@
+"""plumb.doctor() and the command say what there is on this machine."""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import torch
+
+import plumb
+
+BUILD = pathlib.Path(os.environ.get("PLUMB_BUILD_DIR", pathlib.Path(__file__).resolve().parents[2] / "build"))
+
+
+def test_the_page_names_cpu_torch_kernels_and_groups():
+    page = plumb.doctor()
+    found = {finding.topic: finding for finding in page}
+    assert torch.__version__.split("+")[0] in found["torch"].found
+    assert torch.backends.cpu.get_cpu_capability() in found["torch"].found
+    assert found["Gloo"].found == "two ranks met over loopback", found["Gloo"]
+    assert str(torch.get_num_threads()) in found["threads"].found
+    for finding in page:
+        assert finding.topic in repr(page) and finding.found in repr(page)
+
+
+def test_a_setting_of_the_environment_is_named_and_too_many_threads_have_a_remedy():
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": str(4 * (os.cpu_count() or 1))}
+    done = subprocess.run([BUILD / "bin/plumb", "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = {finding["topic"]: finding for finding in json.loads(done.stdout)}
+    assert "ATEN_CPU_CAPABILITY=default" in found["settings that choose kernels"]["found"]
+    assert "ATen DEFAULT" in found["torch"]["found"]
+    assert "OMP_NUM_THREADS" in found["threads"]["remedy"]
