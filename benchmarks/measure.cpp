@@ -3,7 +3,7 @@
 #include <ctime>
 #include <optional>
 
-#include "plumb/autograd/live_bytes.h"
+#include "plumb/autograd/recompute/live_bytes.h"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include "examples/gpt.h"
 #include "plumb/autograd/stage_backward.h"
 #include "plumb/core/freed_memory.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/simulate.h"
 

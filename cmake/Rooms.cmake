@@ -90,9 +90,9 @@ function(plumb_tests)
   file(GLOB test_device CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/tests/device/*.cpp")
   add_library(plumb_test_device MODULE ${test_device})
   target_link_libraries(plumb_test_device PRIVATE torch_wheel)
-  # Its backend is over Gloo, as plumb/pipeline/gloo_backend.cpp.
+  # Its backend is over Gloo, as plumb/pipeline/transport/gloo_backend.cpp.
   target_include_directories(plumb_test_device PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}"
-    "${CMAKE_CURRENT_SOURCE_DIR}/plumb/pipeline/gloo_seam")
+    "${CMAKE_CURRENT_SOURCE_DIR}/plumb/pipeline/transport/gloo_seam")
   plumb_test_program(plumb_test_device)
   set_target_properties(plumb_test_device PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}")
   add_dependencies(plumb_testing plumb_test_device)

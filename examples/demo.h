@@ -6,9 +6,9 @@
 
 #include "gpt.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/pipeline/timeline.h"
-#include "plumb/transforms/scales_graph.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/pipeline/runtime/timeline.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/scales_graph.h"
 #include "text_data.h"
 
 namespace example {

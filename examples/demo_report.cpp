@@ -6,7 +6,7 @@
 #include "plumb/analysis/adapters.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/schedule/generators.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/scale/unit_scale.h"
 
 namespace example {
 namespace {

@@ -9,14 +9,14 @@
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
-#include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/launch.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/launch/launch.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/schedule/generators.h"
-#include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale.h"
-#include "plumb/transforms/use_fp8.h"
+#include "plumb/transforms/formats/simulate_format.h"
+#include "plumb/transforms/formats/use_fp8.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace example {
 namespace {

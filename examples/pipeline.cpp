@@ -9,9 +9,9 @@
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
-#include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/launch.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/launch/launch.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/runtime/runtime.h"
 
 namespace {
 

@@ -9,8 +9,8 @@
 #include "plumb/exported/exported.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/optim.h"
-#include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/formats/simulate_format.h"
+#include "plumb/transforms/scale/unit_scale.h"
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width)

@@ -34,7 +34,7 @@ packages="g++ make ccache"
 case "$level" in test | dev) packages+=" git libgtest-dev libgmock-dev librapidcheck-dev chromium" ;; esac
 [ "$level" = dev ] && packages+=" libbenchmark-dev"
 [ "$level" = demo ] || packages+=" python3-dev"
-packages+=" nlohmann-json3-dev libcli11-dev libtomlplusplus-dev python3-venv"
+packages+=" nlohmann-json3-dev libcli11-dev libtomlplusplus-dev libhwy-dev python3-venv"
 missing=""
 if command -v dpkg-query >/dev/null; then
   for p in $packages; do

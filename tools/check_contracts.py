@@ -30,7 +30,7 @@ COMPARED = ("binary_expression", "case_statement")
 # Promises that are kept by code which a name does not lead to: (header, first function below the comment, kind): why.
 ELSEWHERE = {
     ("plumb/pointwise/pointwise.h", "pointwise", "InvalidArgument"): "it calls the operator through torch's dispatcher",
-    ("plumb/pipeline/transport.h", "check_values", "Communication"): "DirectMessages::Headers::raise_lost throws it",
+    ("plumb/pipeline/transport/transport.h", "check_values", "Communication"): "DirectMessages::Headers::raise_lost throws it",
 }
 # Nearly every function calls methods of these and to_string(), with what it has from the graph itself: their errors are
 # no part of its promises.

@@ -27,7 +27,7 @@ device=${GPU_DEVICE:-cuda}
 limit=560 # seconds; who runs a part may allow it ten minutes
 say() { printf 'plumb: %s\n' "$*"; }
 die() { printf 'plumb: %s\n' "$*" >&2; exit 1; }
-headers="nlohmann-json3-dev libtomlplusplus-dev libcli11-dev libgtest-dev libgmock-dev"
+headers="nlohmann-json3-dev libtomlplusplus-dev libhwy-dev libcli11-dev libgtest-dev libgmock-dev"
 wheels="cmake ninja pytest iniconfig pluggy packaging pygments pytest-xdist execnet torchao"
 
 pack() {

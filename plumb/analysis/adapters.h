@@ -9,7 +9,7 @@
 #include "plumb/analysis/timeline_chart.h"
 #include "plumb/core/table.h"
 #include "plumb/numerics/metrics.h"
-#include "plumb/pipeline/timeline.h"
+#include "plumb/pipeline/runtime/timeline.h"
 #include "plumb/schedule/simulate.h"
 #include "plumb/transforms/report.h"
 

@@ -7,8 +7,8 @@
 
 #include "plumb/analysis/html_report.h"
 #include "plumb/transforms/models_testing.h"
-#include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {
 namespace {

@@ -10,7 +10,7 @@
 #include "plumb/core/table.h"
 #include "plumb/numerics/format.h"
 #include "plumb/recording/history.h"
-#include "plumb/transforms/scales_graph.h"
+#include "plumb/transforms/track/scales_graph.h"
 
 namespace plumb {
 

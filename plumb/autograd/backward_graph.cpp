@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "plumb/autograd/node_names.h"
-#include "plumb/autograd/recompute.h"
+#include "plumb/autograd/recompute/recompute.h"
 
 namespace plumb {
 namespace {

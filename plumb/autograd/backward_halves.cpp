@@ -10,7 +10,7 @@
 #include <set>
 
 #include "plumb/autograd/backward_checkpoints.h"
-#include "plumb/autograd/recompute.h"
+#include "plumb/autograd/recompute/recompute.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
 

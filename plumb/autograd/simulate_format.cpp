@@ -7,13 +7,13 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "plumb/autograd/saved_codes.h"
-#include "plumb/graph/node_seeds.h"
+#include "plumb/autograd/recompute/saved_codes.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
 namespace {

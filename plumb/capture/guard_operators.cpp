@@ -8,7 +8,7 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
-#include "plumb/graph/deferred_checks.h"
+#include "plumb/tensors/deferred_checks.h"
 
 namespace plumb {
 namespace {

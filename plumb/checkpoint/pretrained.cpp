@@ -8,7 +8,7 @@
 
 #include "plumb/checkpoint/checkpoint_json.h"
 #include "plumb/core/error.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

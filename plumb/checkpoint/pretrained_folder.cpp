@@ -12,7 +12,7 @@
 #include "plumb/core/input_file.h"
 #include "plumb/core/output_file.h"
 #include "plumb/exported/json_doc.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

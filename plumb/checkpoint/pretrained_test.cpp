@@ -9,7 +9,7 @@
 #include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_testing.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 #include "tests/message_of.h"
 
 namespace plumb {

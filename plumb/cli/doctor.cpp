@@ -10,8 +10,9 @@
 namespace plumb::cli {
 
 void add_doctor(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("doctor", "Prints what plumb finds on this machine: CPU, torch, devices, kernels, "
-                                               "processes. A report of a fault begins with it");
+  CLI::App* sub = app.add_subcommand("doctor",
+                                     "Prints what plumb finds on this machine: CPU, torch, devices, kernels, "
+                                     "processes. A report of a fault begins with it");
   auto json = std::make_shared<bool>(false);
   sub->add_flag("--json", *json, "Print as JSON");
   sub->footer("Example:\n  plumb doctor");

@@ -176,4 +176,21 @@ TEST_F(GoingOn, WhatIsPrintedIsWhatWasAskedFor) {
   }
 }
 
+TEST_F(GoingOn, AnotherKindOfMachineIsNamedOnce) {
+  ASSERT_EQ(plumb(base() + "--steps 2 --checkpoints run").code, 0);
+  const Ended same = plumb(base() + "--steps 3 --checkpoints run");
+  EXPECT_EQ(same.err.find("determinism"), std::string::npos) << same.err;
+  const std::string other = "ATEN_CPU_CAPABILITY=default ";
+  const Ended resumed = shell(other + PLUMB_COMMAND " " + base() + "--steps 4 --checkpoints run");
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_NE(resumed.out.find("step-00000003 was written on "), std::string::npos) << resumed.out;
+  EXPECT_NE(resumed.out.find("ATEN_CPU_CAPABILITY=default"), std::string::npos) << resumed.out;
+  // Two ranks by hand, with one environment each.
+  const std::string rank =
+      "WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29617 " PLUMB_COMMAND " " + base() + "--steps 2 --stages 2 ";
+  const Ended both = shell(other + "RANK=1 " + rank + " & RANK=0 " + rank + "; wait");
+  EXPECT_NE(both.out.find("rank 1 computes on another kind of machine than rank 0 does"), std::string::npos)
+      << both.out << both.err;
+}
+
 }  // namespace

@@ -15,8 +15,8 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
-#include "plumb/pipeline/environment.h"
-#include "plumb/pipeline/launch.h"
+#include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/launch/launch.h"
 
 namespace plumb::cli {
 namespace fs = std::filesystem;

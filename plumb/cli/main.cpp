@@ -18,7 +18,7 @@
 #include "plumb/core/freed_memory.h"
 #include "plumb/core/output_file.h"
 #include "plumb/graph/operator_facts.h"
-#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch/environment.h"
 
 namespace {
 

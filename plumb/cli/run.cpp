@@ -7,7 +7,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/table.h"
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 
 namespace plumb::cli {
 namespace {

@@ -6,8 +6,8 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
-#include "plumb/transforms/fold.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/fold/fold.h"
+#include "plumb/transforms/scale/unit_scale.h"
 
 namespace plumb::cli {
 namespace {

@@ -10,7 +10,7 @@
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 #include "plumb/numerics/format.h"
-#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace plumb::cli {
 namespace {

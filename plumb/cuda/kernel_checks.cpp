@@ -22,8 +22,16 @@ std::string difference_of_metrics(const Tensor& gathered, const kernel::Partial&
   const double* found = host.const_data_ptr<double>();
   const double mean_of_magnitudes = wanted.sum_abs / std::max<double>(1, wanted.count);
   const auto apart = [](double a, double b, double of) { return !(std::abs(a - b) <= 1e-6 * of); };
-  const double exact[] = {wanted.count, NAN, NAN, NAN, wanted.abs_max, wanted.abs_min, double(wanted.nans),
-                          double(wanted.positive_infinities), double(wanted.negative_infinities), double(wanted.zeros)};
+  const double exact[] = {wanted.count,
+                          NAN,
+                          NAN,
+                          NAN,
+                          wanted.abs_max,
+                          wanted.abs_min,
+                          double(wanted.nans),
+                          double(wanted.positive_infinities),
+                          double(wanted.negative_infinities),
+                          double(wanted.zeros)};
   for (int i = 0; i < 10; ++i) {
     if (!std::isnan(exact[i]) && found[i] != exact[i])
       return str("number ", i, " of the metrics is ", found[i], " instead of ", exact[i]);
@@ -138,7 +146,8 @@ std::string check_round_blocks(const DeviceKernels& kernels, const BlocksTask& t
     unit = std::max(double(float(largest / (task.block.element_max * task.block.scale_max))), 0x1p-126);
   }
   cpu.round_blocks[carrier](x.const_data_ptr(), y.mutable_data_ptr(), 0, x.numel(), length, task.rounding, task.block,
-                            unit, kSeed, &task.code_spec, hard.codes.defined() ? codes.mutable_data_ptr<uint8_t>() : nullptr,
+                            unit, kSeed, &task.code_spec,
+                            hard.codes.defined() ? codes.mutable_data_ptr<uint8_t>() : nullptr,
                             scales.mutable_data_ptr<uint8_t>());
   std::string apart;
   if (hard.values.defined()) apart = difference(hard.values, y);
@@ -190,8 +199,8 @@ std::string check_pointwise_backward(const pointwise_parts::PointwiseKernels& ke
   }
   const Tensor gradient = plain_values(like.scalar_type(), like.device(), aligned, 11);
   if (!kernels.backward(program, needs, gradient, inputs, steps, found)) return "";
-  return first_of(found, pointwise_parts::backward_whole(program, needs, gradient.cpu(), on_host(inputs),
-                                                         on_host(steps), wanted));
+  return first_of(
+      found, pointwise_parts::backward_whole(program, needs, gradient.cpu(), on_host(inputs), on_host(steps), wanted));
 }
 
 }  // namespace plumb::cuda

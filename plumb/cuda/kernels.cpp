@@ -85,9 +85,8 @@ bool decode(const Tensor& codes, const Tensor& values, const std::array<float, 2
   const int pack = pack_of(values, {&codes, &values});
   const std::string text = decode_text(carrier_of(values.scalar_type(), "decode"), pack);
   void* const run = loaded(values.device(), text);
-  if (!run || !is_right(values.device(), text, [&] {
-        return check_decode(numerics_kernels(), values, table, is_aligned(pack));
-      }))
+  if (!run || !is_right(values.device(), text,
+                        [&] { return check_decode(numerics_kernels(), values, table, is_aligned(pack)); }))
     return false;
   cuda_kernel::DecodeArguments arguments{
       static_cast<const uint8_t*>(codes.const_data_ptr()), data_of(values), values.numel(), {}};

@@ -97,7 +97,8 @@ std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, co
   key += "\n" + source_of(text);
   if (auto kept = cache.read(key)) return *kept;
   // A compiler that hangs keeps its thread, and what the thread needs.
-  std::packaged_task<std::vector<char>()> task([compiler, text, architecture] { return compiler.compile(text, architecture); });
+  std::packaged_task<std::vector<char>()> task(
+      [compiler, text, architecture] { return compiler.compile(text, architecture); });
   auto compiling = task.get_future();
   std::thread(std::move(task)).detach();
   if (compiling.wait_for(std::chrono::duration<double>(patience)) != std::future_status::ready)

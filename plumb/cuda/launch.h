@@ -20,9 +20,9 @@ constexpr int kThreadsOfBlock = 128;  // device.cuh's kThreads
 std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, const std::string& text,
                            const std::string& architecture, double patience = 60);
 
-// Returns the loaded kernel. Null where this machine cannot: without NVRTC, or on an architecture that it does not know,
-// for the whole device; if the kernel does not compile within PLUMB_COMPILER_PATIENCE seconds (60) or does not load, for
-// this kernel. That is said once, as a warning. PLUMB_CUDA_KERNELS=0 in the environment asks for it.
+// Returns the loaded kernel. Null where this machine cannot: without NVRTC, or on an architecture that it does not
+// know, for the whole device; if the kernel does not compile within PLUMB_COMPILER_PATIENCE seconds (60) or does not
+// load, for this kernel. That is said once, as a warning. PLUMB_CUDA_KERNELS=0 in the environment asks for it.
 void* loaded(c10::Device device, const std::string& text);
 
 // For self_check.h. Whether kernels are checked at all: tests' machines say so themselves. Whether an earlier process

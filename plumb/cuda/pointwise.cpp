@@ -70,10 +70,9 @@ bool pointwise_backward(const PointwiseProgram& program, const PointwiseNeeds& n
   if (out.empty()) return true;
   if (!fits(in, out)) return false;
   const int pack = pack_for(in, out);
-  return run(backward_text(program, needs, wanted, carrier_of(gradient.scalar_type(), "pointwise"), pack), in, out,
-             pack, [&] {
-               return check_pointwise_backward(pointwise_kernels(), program, needs, gradient, results, pack > 1);
-             });
+  return run(
+      backward_text(program, needs, wanted, carrier_of(gradient.scalar_type(), "pointwise"), pack), in, out, pack,
+      [&] { return check_pointwise_backward(pointwise_kernels(), program, needs, gradient, results, pack > 1); });
 }
 
 constexpr pointwise_parts::PointwiseKernels kPointwise{pointwise_forward, pointwise_backward};

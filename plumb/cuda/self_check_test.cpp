@@ -96,7 +96,8 @@ TEST_F(SelfCheck, KernelsBrokenInThreeWaysAreOffAndTheirWorkIsDone) {
   // The arguments of every kernel begin with what it reads: one value of it is another.
   const auto damaged = [](const std::function<void()>& run, void** arguments) {
     auto** first = static_cast<unsigned char**>(arguments[0]);
-    auto* bytes = reinterpret_cast<uintptr_t>(*first) < 1000000 ? first[1] : *first;  // a pointwise program begins with n
+    auto* bytes =
+        reinterpret_cast<uintptr_t>(*first) < 1000000 ? first[1] : *first;  // a pointwise program begins with n
     for (int i = 96; i < 128; ++i) bytes[i] ^= 0x41;
     run();
     for (int i = 96; i < 128; ++i) bytes[i] ^= 0x41;

@@ -50,8 +50,9 @@ struct ExportedProgram {
   // JSON (plumb/checkpoint/pretrained.h): the folder of `transformers` that the program was imported from, and what its
   // tensors are called there. Parameters without values, on the meta device, come from there. May be empty.
   std::string pretrained;
-  // Its tagged parameters (plumb/graph/parameter_tag.h) are those of a model that was written with unit-scaled layers,
-  // so they fit into that model. Else a transform made them, and a plain model cannot take them (load_pt2 marks them).
+  // Its tagged parameters (plumb/tensors/parameter_tag.h) are those of a model that was written with unit-scaled
+  // layers, so they fit into that model. Else a transform made them, and a plain model cannot take them (load_pt2 marks
+  // them).
   bool unit_scaled_layers = false;
   int64_t schema_major = 8, schema_minor = 0;
 };
@@ -59,7 +60,8 @@ struct ExportedProgram {
 struct LoadOptions {
   std::string model;                 // which program of the archive; "" for the only one, or "model"
   std::optional<at::Device> device;  // where tensors and device arguments go; nothing: as in the file
-  uint64_t max_inflated_bytes = 0;   // bound for compressed archives; 0: 64 MiB and 64 times the file
+  // Most bytes that compressed entries inflate to and JSON takes as documents; 0: 128 MiB and 16 times the file.
+  uint64_t max_memory_bytes = 0;
 };
 
 // Throws Error(BadFile) naming file, place and remedy: files that are damaged, inconsistent, of another schema than

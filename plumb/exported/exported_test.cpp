@@ -7,7 +7,7 @@
 #include <torch/utils.h>
 
 #include "plumb/exported/programs_testing.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 #include "tests/message_of.h"
 
 namespace plumb {
@@ -181,7 +181,8 @@ TEST(Exported, AFileKeepsTheModeThatItsForwardReads) {
     const Error error = error_of([&] { module->train(!training); });
     EXPECT_EQ(error.kind(), ErrorKind::InvalidState);
     EXPECT_THAT(error.what(), ::testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
-    EXPECT_EQ(error_of([&] { module->deep_copy()->train(!training); }).kind(), ErrorKind::InvalidState) << "a copy, too";
+    EXPECT_EQ(error_of([&] { module->deep_copy()->train(!training); }).kind(), ErrorKind::InvalidState)
+        << "a copy, too";
   }
 }
 

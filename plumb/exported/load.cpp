@@ -9,7 +9,7 @@
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/weights.h"
 #include "plumb/exported/zip_file.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {
@@ -402,7 +402,7 @@ class Loader {
 
 ExportedProgram load_pt2(const std::string& path, const LoadOptions& options) {
   try {
-    const ZipFile zip(path, options.max_inflated_bytes);
+    const ZipFile zip(path, options.max_memory_bytes);
     check_archive(zip);
     const std::string name = choose_model(zip, options.model);
     const std::string record = "models/" + name + ".json";

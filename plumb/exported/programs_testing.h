@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/exported/pickle_file.h"
+#include "plumb/exported/tensor_files/pickle_file.h"
 
 namespace plumb::testing {
 

@@ -8,7 +8,7 @@
 #include "plumb/exported/exported.h"
 #include "plumb/exported/graph_writer.h"
 #include "plumb/graph/copy_node.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

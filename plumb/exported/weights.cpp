@@ -8,8 +8,8 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
-#include "plumb/exported/pickle_file.h"
 #include "plumb/exported/pt2_types.h"
+#include "plumb/exported/tensor_files/pickle_file.h"
 
 namespace plumb::pt2 {
 namespace {

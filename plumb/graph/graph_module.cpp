@@ -5,9 +5,9 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/mode.h"
 #include "plumb/graph/summary.h"
+#include "plumb/tensors/deferred_checks.h"
 
 namespace plumb {
 namespace {

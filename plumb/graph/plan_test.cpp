@@ -5,7 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {
@@ -215,6 +215,19 @@ TEST(Plan, NamesTheIndexThatATableDoesNotHave) {
     FAIL() << "there is no row 70";
   } catch (const Error& e) {
     EXPECT_THAT(e.what(), HasSubstr("index 70 is outside of 'wte.weight', which has the rows 0 to 49"));
+  }
+}
+
+TEST(Plan, SaysAnAssertionOfTorchsAsWordsAboutTheArguments) {
+  const std::string text = "graph { %x = placeholder \"x\" %y = aten::_add_relu.Scalar(%x, 1) output(%y) }";
+  try {
+    run1(text, State(), {at::ones({3}, at::kBool)});
+    FAIL() << "torch takes it now";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::ExecutionFailed);
+    EXPECT_THAT(e.what(), HasSubstr("%y"));
+    EXPECT_THAT(e.what(), HasSubstr("torch's kernel does not take these arguments: Unsupported datatype for add_relu"));
+    EXPECT_THAT(e.what(), testing::Not(HasSubstr("ASSERT")));
   }
 }
 

@@ -4,7 +4,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/text.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 

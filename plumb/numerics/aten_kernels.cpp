@@ -10,7 +10,7 @@
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/device_kernels.h"
-#include "plumb/numerics/kernel_round.h"
+#include "plumb/numerics/element.h"
 
 namespace plumb::aten_kernels {
 namespace {

@@ -6,15 +6,12 @@
 namespace plumb::kernel {
 namespace {
 
-// Words of which only the last byte is used, as bytes.
+// Writes the last byte of each word; the others are zero. Highway 1.0.3 narrows four vectors in order by ways that cost
+// pack() a tenth of its speed, GCC 12 a fifth.
 inline void narrow_words(const uint32_t* words, int n, uint8_t* bytes) {
   int i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i),
-                     _mm512_maskz_cvtepi32_epi8(0xffff, _mm512_loadu_si512(words + i)));
-#elif defined(__SSE2__)
-  auto load = [&](int at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + at)); };
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_AVX3
+  auto load = [&](int at) { return _mm_load_si128(reinterpret_cast<const __m128i*>(words + at)); };
   for (; i + 16 <= n; i += 16) {
     const __m128i low = _mm_packs_epi32(load(i), load(i + 4)), high = _mm_packs_epi32(load(i + 8), load(i + 12));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm_packus_epi16(low, high));

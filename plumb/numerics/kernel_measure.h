@@ -5,23 +5,13 @@
 // common case pays for none of that.
 #pragma once
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include "plumb/numerics/kernel_base.h"
 
 namespace plumb::kernel {
 namespace {
 
-// Five accumulators of this many lanes fit the registers.
-#if defined(__AVX512F__)
-constexpr int kSumLanes = 64;
-#elif defined(__AVX2__)
-constexpr int kSumLanes = 16;
-#else
-constexpr int kSumLanes = 8;
-#endif
+// Lanes of which five accumulators fit the registers.
+constexpr int kSumLanes = HWY_MAX_BYTES == 64 ? 64 : HWY_MAX_BYTES / 2;
 constexpr int kSubBlock = 64 * kSumLanes;  // short sums: 64 additions a lane
 constexpr int kPrefetch = 2048;            // elements ahead: without it one stream does not fill the memory bus
 
@@ -66,25 +56,28 @@ inline double sum_lanes(const T* lanes, int n) {
   for (int j = 0; j < n; ++j) sum += double(lanes[j]);
   return sum;
 }
-#if defined(__AVX512F__)
-// The same bits without waiting for each addition: where the exponents of kSumLanes floats lie within 2^21 of each
-// other, double rounds none of their sums.
+// The same bits without waiting for each addition, for as many lanes as make that worth while: where the exponents of
+// kSumLanes floats lie within 2^21 of each other, double rounds none of their sums.
 inline double sum_lanes(const float* lanes, int n) {
-  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  __m512i above = _mm512_setzero_si512(), below = exponent;
-  __m512d sums = _mm512_setzero_pd();
-  for (int j = 0; j < kSumLanes; j += 16) {
-    const __m512 x = _mm512_loadu_ps(lanes + j);
-    const __m512i e = _mm512_and_si512(_mm512_castps_si512(x), exponent);
-    above = _mm512_max_epu32(above, e);
-    below = _mm512_mask_min_epu32(below, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), below, e);
-    sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
-    sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+  if (kSumLanes < 64 || n != kSumLanes) return sum_lanes<float>(lanes, n);
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> bits;
+  const hn::Repartition<double, decltype(d)> wide;
+  const hn::Half<decltype(d)> half;
+  const auto exponent = hn::Set(bits, FloatTraits<float>::exponent);
+  auto above = hn::Zero(bits), below = exponent;
+  auto sums = hn::Zero(wide);
+  for (int j = 0; j < kSumLanes; j += int(hn::MaxLanes(d))) {
+    const auto x = hn::LoadU(d, lanes + j);
+    const auto e = hn::And(hn::BitCast(bits, x), exponent);
+    above = hn::Max(above, e);
+    below = hn::Min(below, hn::IfThenElse(hn::RebindMask(bits, hn::Ne(x, hn::Zero(d))), e, exponent));
+    sums = hn::Add(sums, hn::PromoteTo(wide, hn::LowerHalf(half, x)));
+    sums = hn::Add(sums, hn::PromoteTo(wide, hn::UpperHalf(half, x)));
   }
-  const bool exact = _mm512_reduce_max_epu32(above) <= _mm512_reduce_min_epu32(below) + (21u << 23);
-  return n == kSumLanes && exact ? _mm512_reduce_add_pd(sums) : sum_lanes<float>(lanes, n);
+  const uint32_t most = hn::GetLane(hn::MaxOfLanes(bits, above)), least = hn::GetLane(hn::MinOfLanes(bits, below));
+  return most <= least + (21u << 23) ? hn::GetLane(hn::SumOfLanes(wide, sums)) : sum_lanes<float>(lanes, n);
 }
-#endif
 
 // Whether no two values have different signs; zeros have none. For sums that say it may be so.
 template <class T>
@@ -182,36 +175,9 @@ inline void count_bytes(const uint8_t* bytes, int n, HistogramTables& tables) {
   for (; i < n; ++i) ++tables.counts[0][bytes[i]];
 }
 
-// Bins that are counted in one pass over the exponents: their counts and constants fit the registers.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kManyBins = 8;
-#else
-constexpr int kManyBins = 4;
-#endif
-
-template <int N>
-struct Constant {};
-
-// How many of n (a multiple of 64, at most kChunk) bytes equal first, first - 1, ... `next`, where not null, is asked
-// for meanwhile, a line for every 32 bytes.
+// How many of n (a multiple of 64, at most kChunk) bytes equal first, first - 1, ...
 template <int Bins>
-inline void count_bins(const uint8_t* bytes, int n, uint8_t first, int counts[Bins], const char* next) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  __m256i equal[Bins];
-  for (int b = 0; b < Bins; ++b) equal[b] = _mm256_setzero_si256();
-  for (int i = 0; i < n; i += 32) {
-    const __m256i e = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
-    if (next) __builtin_prefetch(next + 2 * i);
-    for (int b = 0; b < Bins; ++b)
-      equal[b] = _mm256_sub_epi8(equal[b], _mm256_cmpeq_epi8(e, _mm256_set1_epi8(char(first - b))));
-  }
-  for (int b = 0; b < Bins; ++b) {
-    const __m256i sums = _mm256_sad_epu8(equal[b], _mm256_setzero_si256());
-    counts[b] = 0;
-    for (int k = 0; k < 4; ++k) counts[b] += int(reinterpret_cast<const long long*>(&sums)[k]);
-  }
-#else
-  (void)next;
+inline void count_bins(const uint8_t* bytes, int n, uint8_t first, int counts[Bins]) {
   uint8_t equal[Bins][64] = {};
   for (int i = 0; i < n; i += 64)
     for (int b = 0; b < Bins; ++b)
@@ -221,76 +187,80 @@ inline void count_bins(const uint8_t* bytes, int n, uint8_t first, int counts[Bi
     for (int j = 0; j < 64; ++j) total += equal[b][j];
     counts[b] = total;
   }
-#endif
 }
 
-#if defined(__AVX512BW__)
-// How often each bit of 512 is set in up to 127 numbers: a counter a bit, its digits in vectors of their own.
+// How often each bit is set in the vectors of up to kChunk bytes: a counter a bit, its digits in vectors of their own.
 struct BitCounters {
-  __m512i digits[7] = {};
+  static constexpr hn::ScalableTag<uint8_t> d{};
+  static constexpr int kDigits = 1 + __builtin_ctz(kChunk / int(hn::MaxLanes(d)));
+  using Bits = hn::Vec<hn::ScalableTag<uint8_t>>;
+  Bits digits[kDigits];
 
-  static __m512i sum(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-  static __m512i carry(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi64(a, b, c, 0xe8); }
-  static __m512i add(__m512i& digit, __m512i a, __m512i b) {
-    const __m512i over = carry(digit, a, b);
-    digit = sum(digit, a, b);
+  BitCounters() {
+    for (Bits& digit : digits) digit = hn::Zero(d);
+  }
+  // Answers what is carried.
+  static Bits add(Bits& digit, Bits a, Bits b) {
+    const Bits one = hn::Xor(a, b), over = hn::OrAnd(hn::And(a, b), digit, one);
+    digit = hn::Xor(digit, one);
     return over;
   }
-  void add8(const __m512i x[8]) {
-    __m512i fours[2];
+  void add8(const Bits x[8]) {
+    Bits fours[2];
     for (int k = 0; k < 2; ++k) {
-      const __m512i a = add(digits[0], x[4 * k], x[4 * k + 1]), b = add(digits[0], x[4 * k + 2], x[4 * k + 3]);
+      const Bits a = add(digits[0], x[4 * k], x[4 * k + 1]), b = add(digits[0], x[4 * k + 2], x[4 * k + 3]);
       fours[k] = add(digits[1], a, b);
     }
-    __m512i over = add(digits[2], fours[0], fours[1]);
-    for (int d = 3; d < 7; ++d) {
-      const __m512i both = _mm512_and_si512(digits[d], over);
-      digits[d] = _mm512_xor_si512(digits[d], over);
+    Bits over = add(digits[2], fours[0], fours[1]);
+    for (int k = 3; k < kDigits; ++k) {
+      const Bits both = hn::And(digits[k], over);
+      digits[k] = hn::Xor(digits[k], over);
       over = both;
     }
   }
   // Of all bytes together.
   int count(int bit) const {
     int total = 0;
-    for (int d = 0; d < 7; ++d)
-      total += __builtin_popcountll(_mm512_test_epi8_mask(digits[d], _mm512_set1_epi8(char(1 << bit)))) << d;
+    for (int k = 0; k < kDigits; ++k)
+      total += int(hn::CountTrue(d, hn::TestBit(digits[k], hn::Set(d, uint8_t(1 << bit))))) << k;
     return total;
   }
 };
 
 constexpr int kBitBins = 16;
 
-// How many of n (a multiple of 512, at most kChunk) bytes equal top, top - 1, ...: each becomes one bit of 16.
+// How many of n (a multiple of 512, at most kChunk) bytes equal top, top - 1, ...: each becomes one bit of 16. `next`,
+// where not null, is asked for meanwhile, a line for every 32 bytes.
 inline void count_bits(const uint8_t* bytes, int n, uint8_t top, int counts[kBitBins], const char* next) {
-  const __m512i first = _mm512_set1_epi8(char(top)), over = _mm512_set1_epi8(0x70);
-  const __m512i low = _mm512_set4_epi32(0, 0, int(0x80402010), 0x08040201);
-  const __m512i high = _mm512_set4_epi32(int(0x80402010), 0x08040201, 0, 0);
+  const hn::ScalableTag<uint8_t> d;
+  constexpr int kWide = int(hn::MaxLanes(d));
+  alignas(16) static constexpr uint8_t kBits[32] = {1, 2, 4, 8, 16, 32, 64, 128, 0, 0, 0, 0, 0,  0,  0,  0,
+                                                    0, 0, 0, 0, 0,  0,  0,  0,   1, 2, 4, 8, 16, 32, 64, 128};
+  const auto first = hn::Set(d, top), over = hn::Set(d, uint8_t(0x70));
+  const auto low = hn::LoadDup128(d, kBits), high = hn::LoadDup128(d, kBits + 16);
   BitCounters counters[2];
-  for (int i = 0; i < n; i += 512) {
-    __m512i a[8], b[8];
+  for (int i = 0; i < n; i += 8 * kWide) {
+    BitCounters::Bits a[8], b[8];
     for (int k = 0; k < 8; ++k) {
-      if (next) __builtin_prefetch(next + 4 * (i + 64 * k) / 2), __builtin_prefetch(next + 4 * (i + 64 * k) / 2 + 64);
-      const __m512i below = _mm512_sub_epi8(first, _mm512_loadu_si512(bytes + i + 64 * k));
-      const __m512i place = _mm512_adds_epu8(below, over);  // beyond 15 its highest bit is set, and no bit is chosen
-      a[k] = _mm512_shuffle_epi8(low, place);
-      b[k] = _mm512_shuffle_epi8(high, place);
+      const int at = i + k * kWide;
+      if (next)
+        for (int line = 0; line < kWide; line += 32) hwy::Prefetch(next + 2 * (at + line));
+      // Beyond 15 its highest bit is set, and no bit is chosen.
+      const auto place = hn::SaturatedAdd(hn::Sub(first, hn::Load(d, bytes + at)), over);
+      a[k] = hn::TableLookupBytesOr0(low, place);
+      b[k] = hn::TableLookupBytesOr0(high, place);
     }
     counters[0].add8(a);
     counters[1].add8(b);
   }
   for (int b = 0; b < kBitBins; ++b) counts[b] = counters[b / 8].count(b % 8);
 }
-#endif
 
 // Tensors' exponents cluster just below the largest: those bins by comparing whole vectors, the few values left one by
-// one, and by table when they are many.
+// one, and by table when they are many. `next` is what count_bits() asks for.
 inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& tables, uint64_t* histogram,
                             const char* next) {
-#if defined(__AVX512BW__)
   int whole = n & ~511;
-#else
-  int whole = n & ~63;
-#endif
   if (whole < 512) {
     for (int i = 0; i < n; ++i) ++histogram[exponents[i]];
     return;
@@ -315,55 +285,42 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
   int floor = 0;  // bins below it are counted
   if (low == 0) {
     int zeros[1];
-    count_bins<1>(exponents, whole, 0, zeros, nullptr);
+    count_bins<1>(exponents, whole, 0, zeros);
     histogram[0] += zeros[0];
     left -= zeros[0];
     floor = 1;
   }
   int bin = top;  // bins above it are counted
   auto take = [&](const int* counts, int bins) {
-    next = nullptr;
     for (int b = 0; b < bins; ++b) {
       histogram[bin - b] += counts[b];
       left -= counts[b];
     }
     bin -= bins;
   };
-  auto count_next = [&]<int Bins>(Constant<Bins>) {
-    int counts[Bins];
-    count_bins<Bins>(exponents, whole, uint8_t(bin), counts, next);
-    take(counts, Bins);
-  };
-#if defined(__AVX512BW__)
+  int counts[kBitBins];
   if (top - low > 4 && bin - kBitBins >= floor - 1) {
-    int counts[kBitBins];
     count_bits(exponents, whole, uint8_t(bin), counts, next);
     take(counts, kBitBins);
   }
-#endif
-  if (top - low > 4 && bin - kManyBins >= floor - 1 && bin == top) count_next(Constant<kManyBins>());
-  while (left > 0 && bin - 4 >= floor - 1 && bin > top - 12) count_next(Constant<4>());
+  while (left > 0 && bin - 4 >= floor - 1 && bin > top - 12) {
+    count_bins<4>(exponents, whole, uint8_t(bin), counts);
+    take(counts, 4);
+  }
   if (left == 0) return;
-#if defined(__AVX2__)
   if (left <= whole / 8) {
-    const __m256i limit = _mm256_set1_epi8(char(bin)), zero = _mm256_setzero_si256();
-    auto load = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(exponents + i)); };
-    for (int i = 0; i < whole; i += 32) {
-      if (floor == 0 && i % 64 == 0) {  // most often there is nothing to see
-        const __m256i least = _mm256_min_epu8(load(i), load(i + 32));
-        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, limit), least)) == 0) {
-          i += 32;
-          continue;
-        }
-      }
-      const __m256i e = load(i);
-      uint32_t rest = uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(e, limit), e)));
-      if (floor == 1) rest &= ~uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(e, zero)));
-      for (; rest; rest &= rest - 1) ++histogram[exponents[i + __builtin_ctz(rest)]];
+    const hn::ScalableTag<uint8_t> d;
+    const auto least = hn::Set(d, uint8_t(floor)), span = hn::Set(d, uint8_t(bin - floor));
+    for (int i = 0; i < whole; i += int(hn::MaxLanes(d))) {
+      const auto above = hn::Sub(hn::Load(d, exponents + i), least);
+      const auto rest = hn::Eq(hn::Min(above, span), above);
+      if (hn::AllFalse(d, rest)) continue;
+      uint64_t places = 0;
+      hn::StoreMaskBits(d, rest, reinterpret_cast<uint8_t*>(&places));
+      for (; places; places &= places - 1) ++histogram[exponents[i + __builtin_ctzll(places)]];
     }
     return;
   }
-#endif
   for (int i = 0; i < whole; i += 4)
     for (int k = 0; k < 4; ++k) {
       int e = exponents[i + k];
@@ -373,19 +330,15 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
 
 // In any order: they are only counted.
 inline void exponents_of(const float* x, int n, uint8_t* exponents) {
+  constexpr int kRun = 16;  // words of four exponents each
   int i = 0;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  // Packing works within halves of registers; putting that right would take as long as the packing.
-  const __m256i byte = _mm256_set1_epi16(0xff);
-  auto load = [&](int at) {
-    return _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i + at)), 23);
-  };
-  for (; i + 32 <= n; i += 32) {
-    const __m256i low = _mm256_and_si256(_mm256_packus_epi32(load(0), load(8)), byte);
-    const __m256i high = _mm256_and_si256(_mm256_packus_epi32(load(16), load(24)), byte);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(exponents + i), _mm256_packus_epi16(low, high));
-  }
-#endif
+  for (; i + 4 * kRun <= n; i += 4 * kRun)
+    for (int j = 0; j < kRun; ++j) {
+      const auto bits = [&](int k) { return to_bits(x[i + k * kRun + j]); };
+      const uint32_t four =
+          (bits(0) >> 23 & 0xff) | (bits(1) >> 15 & 0xff00) | (bits(2) >> 7 & 0xff0000) | (bits(3) << 1 & 0xff000000);
+      __builtin_memcpy(exponents + i + 4 * j, &four, 4);
+    }
   for (; i < n; ++i) exponents[i] = uint8_t(to_bits(x[i]) >> 23);
 }
 inline void exponents_of(const double* x, int n, uint8_t* exponents) {

@@ -26,10 +26,11 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
   const bool streams =
       kDirect<C> && y && n * int64_t(sizeof(C)) >= kStreamBytes && x_void != y_void && can_stream(y_void);
   Random random(seed, uint64_t(first_block) * (kRandomBlock / kRandomGroup));
-  if constexpr (kCanStreamRounding && sizeof(C) == 4) {
+  if constexpr (sizeof(C) == 4) {
     if (streams && !before && !after && !codes && run == round_run<float, kNearestByAddition, true>) {
       const int64_t whole = n / kStreamGroup * kStreamGroup;
       stream_rounded(x, y, whole, constants);
+      hwy::FlushStream();
       run(x + whole, y + whole, n - whole, constants, nullptr);
       return false;
     }
@@ -61,7 +62,7 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
     else if (streams)
       stream(wide, m * int64_t(sizeof(C)), y + i, reinterpret_cast<const char*>(x + i + m));
   }
-  if (streams) end_stream();
+  if (streams) hwy::FlushStream();
   if (before) measure_before.finish();
   if (after) measure_after.finish();
   return codes != nullptr;

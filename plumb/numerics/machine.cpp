@@ -13,12 +13,11 @@
 namespace plumb {
 namespace {
 
-constexpr std::array kInstructions = {"sse4_1",       "avx",      "avx2",      "fma",      "avx512f",
-                                      "avx512_vnni",  "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
-                                      "amx_int8",     "asimd",    "bf16",      "i8mm",     "sve",
-                                      "sve2",         "svebf16"};
-constexpr std::array kSettings = {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE",
-                                  "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"};
+constexpr std::array kInstructions = {"sse4_1",      "avx",         "avx2",     "fma",      "avx512f",  "avx512_vnni",
+                                      "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd",
+                                      "bf16",        "i8mm",        "sve",      "sve2",     "svebf16"};
+constexpr std::array kSettings = {"ATEN_CPU_CAPABILITY", "MKL_CBWR",           "MKL_ENABLE_INSTRUCTIONS",
+                                  "MKL_DEBUG_CPU_TYPE",  "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"};
 
 Machine read_machine() {
   Machine found;

@@ -128,25 +128,26 @@ TEST(Metrics, HistogramsOfAnySpreadCountEveryValue) {
   }
 }
 
-// avx512 adds lanes of one magnitude in another order, which must not round: the bits are those of one after another.
+// Lanes of one magnitude are added in another order, which must not round: the bits are those of one after another.
 TEST(Metrics, LanesOfAnyMagnitudesAddUpToTheSameBits) {
   const kernel::KernelTable* tables[3];
   const int levels = kernel::runnable_kernels(tables);
-  if (std::string(tables[levels - 1]->level) != "avx512") GTEST_SKIP() << "this CPU has no AVX-512";
-  constexpr int kLanes = 64;
+  constexpr int kLanes[] = {8, 16, 64};  // of a level
   at::manual_seed(3);
-  for (double spread : {0.0, 4.0, 20.0, 22.0, 25.0, 40.0, 60.0}) {
-    // All of a lane have its own magnitude.
-    const at::Tensor scale = at::exp2(at::floor(-spread * at::rand({kLanes})));
-    const at::Tensor x = (at::randn({64, kLanes}) * scale).contiguous();
-    float sums[kLanes] = {};
-    for (int64_t i = 0; i < x.numel(); ++i) sums[i % kLanes] += std::fabs(x.const_data_ptr<float>()[i]);
-    double expected = 0;
-    for (float sum : sums) expected += double(sum);
-    kernel::Partial partial;
-    tables[levels - 1]->measure[kernel::kFloat32](x.const_data_ptr(), x.numel(), partial);
-    EXPECT_EQ(partial.sum_abs, expected) << spread;
-  }
+  for (double spread : {0.0, 4.0, 20.0, 22.0, 25.0, 40.0, 60.0})
+    for (int level = 0; level < levels; ++level) {
+      const int lanes = kLanes[level];
+      // All of a lane have its own magnitude.
+      const at::Tensor scale = at::exp2(at::floor(-spread * at::rand({lanes})));
+      const at::Tensor x = (at::randn({64, lanes}) * scale).contiguous();
+      std::vector<float> sums(size_t(lanes), 0.0f);
+      for (int64_t i = 0; i < x.numel(); ++i) sums[size_t(i % lanes)] += std::fabs(x.const_data_ptr<float>()[i]);
+      double expected = 0;
+      for (float sum : sums) expected += double(sum);
+      kernel::Partial partial;
+      tables[level]->measure[kernel::kFloat32](x.const_data_ptr(), x.numel(), partial);
+      EXPECT_EQ(partial.sum_abs, expected) << tables[level]->level << " " << spread;
+    }
 }
 
 TEST(Metrics, NaNAndInfinityGiveWhatTorchGivesAndAreCounted) {

@@ -6,8 +6,8 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 
 #include "plumb/graph/operator_facts.h"
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

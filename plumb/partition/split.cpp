@@ -9,9 +9,9 @@
 #include "plumb/core/text.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/names.h"
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/assign.h"
 #include "plumb/partition/pipe_split.h"
+#include "plumb/tensors/parameter_tag.h"
 #include "plumb/transforms/operands.h"
 
 namespace plumb {

@@ -12,9 +12,9 @@
 #include "plumb/core/json_text.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/names.h"
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/move.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
 namespace {

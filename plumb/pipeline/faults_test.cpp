@@ -9,8 +9,8 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/models_testing.h"
 #include "plumb/pipeline/processes_testing.h"
-#include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/transport.h"
+#include "plumb/pipeline/runtime/runtime.h"
+#include "plumb/pipeline/transport/transport.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {

@@ -7,7 +7,7 @@
 #include <malloc.h>
 #endif
 
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/runtime/runtime.h"
 
 namespace plumb {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <torch/torch.h>
 
-#include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/runtime/runtime.h"
 #include "tests/test_device.h"
 
 namespace plumb {

@@ -7,12 +7,12 @@
 #include <unistd.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/environment.h"
-#include "plumb/pipeline/microbatch.h"
+#include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/processes_testing.h"
-#include "plumb/pipeline/run_plan.h"
-#include "plumb/pipeline/timeline.h"
-#include "plumb/pipeline/transport.h"
+#include "plumb/pipeline/runtime/microbatch.h"
+#include "plumb/pipeline/runtime/run_plan.h"
+#include "plumb/pipeline/runtime/timeline.h"
+#include "plumb/pipeline/transport/transport.h"
 #include "tests/message_of.h"
 
 namespace plumb {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/pipeline/launch.h"
+#include "plumb/pipeline/launch/launch.h"
 
 namespace plumb::testing_processes {
 

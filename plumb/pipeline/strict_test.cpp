@@ -11,10 +11,10 @@
 #include <sstream>
 #include <thread>
 
-#include "plumb/pipeline/gloo_backend.h"
 #include "plumb/pipeline/models_testing.h"
 #include "plumb/pipeline/processes_testing.h"
-#include "plumb/pipeline/stage_costs.h"
+#include "plumb/pipeline/runtime/stage_costs.h"
+#include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "plumb/recording/statistic.h"
-#include "plumb/transforms/tracker.h"
+#include "plumb/transforms/track/tracker.h"
 
 namespace plumb {
 

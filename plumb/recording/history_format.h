@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "plumb/transforms/tracker.h"
+#include "plumb/transforms/track/tracker.h"
 
 namespace plumb::history_format {
 

@@ -8,7 +8,7 @@
 #include "plumb/core/text.h"
 #include "plumb/graph/names.h"
 #include "plumb/transforms/operands.h"
-#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {
 

@@ -21,7 +21,7 @@
 #include "plumb/graph/graph_module.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/rules.h"
-#include "plumb/transforms/tracker.h"
+#include "plumb/transforms/track/tracker.h"
 
 namespace plumb {
 

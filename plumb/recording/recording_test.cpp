@@ -8,7 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/recording/recording_testing.h"
 #include "plumb/transforms/models_testing.h"
-#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/track/track_scales.h"
 #include "tests/message_of.h"
 
 namespace plumb {

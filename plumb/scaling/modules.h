@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/scaling/functional.h"
 #include "plumb/scaling/rules.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb::nn {
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 
 namespace plumb::optim {
 

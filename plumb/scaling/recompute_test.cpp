@@ -1,5 +1,5 @@
 // Unit-scaled operators whose results the backward computes again.
-#include "plumb/autograd/recompute.h"
+#include "plumb/autograd/recompute/recompute.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

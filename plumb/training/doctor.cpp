@@ -17,9 +17,9 @@
 #include "plumb/numerics/machine.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/pipeline/environment.h"
-#include "plumb/pipeline/listen.h"
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/transport/listen.h"
+#include "plumb/pipeline/transport/process_group.h"
 #include "plumb/pointwise/pointwise.h"
 
 namespace plumb {
@@ -79,7 +79,8 @@ void look_at_cuda(std::vector<Finding>& all) {
     try {
       use_every_kernel(device);
     } catch (const std::exception& e) {
-      all.push_back({device.str(), std::string("an operator failed: ") + e.what(), "PLUMB_CUDA_KERNELS=0 runs without plumb's kernels"});
+      all.push_back({device.str(), std::string("an operator failed: ") + e.what(),
+                     "PLUMB_CUDA_KERNELS=0 runs without plumb's kernels"});
     }
   }
   for (const cuda::KernelVerdict& verdict : cuda::kernel_verdicts()) {
@@ -114,11 +115,14 @@ std::vector<Finding> doctor() {
   const Machine& m = machine();
   std::vector<Finding> all = {
       {"CPU", (m.vendor.empty() ? "unknown maker" : m.vendor) + ": " + joined_words(m.instructions, "no vectors"), ""},
-      {"torch", m.torch + ", ATen " + m.aten + (at::hasMKL() ? ", MKL" : ", no MKL") +
-                    (at::hasMKLDNN() ? ", oneDNN" : ", no oneDNN"), ""},
+      {"torch",
+       m.torch + ", ATen " + m.aten + (at::hasMKL() ? ", MKL" : ", no MKL") +
+           (at::hasMKLDNN() ? ", oneDNN" : ", no oneDNN"),
+       ""},
       {"plumb's kernels", std::string("for ") + kernel::kernels().level, ""},
       {"settings that choose kernels", joined_words(m.settings, "none"), ""},
-      threads(), scaled_products()};
+      threads(),
+      scaled_products()};
   look_at_cuda(all);
   all.push_back({"NCCL", at::hasCUDA() ? "of torch.distributed's groups, from Python" : "none without CUDA", ""});
   all.push_back(gloo());
@@ -135,7 +139,8 @@ std::string to_text(const std::vector<Finding>& findings) {
     ++wrong;
     text += std::string(widest + 2, ' ') + "try: " + f.remedy + "\n";
   }
-  return text + (wrong == 0 ? "Nothing is wrong.\n" : str(wrong, wrong == 1 ? " finding" : " findings", " to look at.\n"));
+  return text +
+         (wrong == 0 ? "Nothing is wrong.\n" : str(wrong, wrong == 1 ? " finding" : " findings", " to look at.\n"));
 }
 
 }  // namespace plumb

@@ -2,7 +2,7 @@
 
 #include "plumb/core/join.h"
 #include "plumb/core/table.h"
-#include "plumb/pipeline/stage_costs.h"
+#include "plumb/pipeline/runtime/stage_costs.h"
 #include "plumb/schedule/simulate.h"
 
 namespace plumb {

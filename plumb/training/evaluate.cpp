@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/stages.h"

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/transport/process_group.h"
 #include "plumb/training/job.h"
 
 namespace plumb {

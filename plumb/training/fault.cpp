@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <regex>
 
-#include "plumb/pipeline/environment.h"
-#include "plumb/pipeline/run_plan.h"
+#include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/runtime/run_plan.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {

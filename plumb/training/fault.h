@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/pipeline/generations.h"
+#include "plumb/pipeline/launch/generations.h"
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/options.h"
 

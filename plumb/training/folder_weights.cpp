@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "plumb/checkpoint/pretrained.h"
-#include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {

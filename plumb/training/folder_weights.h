@@ -1,7 +1,7 @@
 // Programs that were imported without weights: each rank reads those of its stages, and writes them back.
 #pragma once
 
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/transport/process_group.h"
 #include "plumb/training/job.h"
 
 namespace plumb {

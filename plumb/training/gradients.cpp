@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/transport/broadcast.h"
 
 namespace plumb {
 namespace {

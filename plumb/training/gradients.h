@@ -7,7 +7,7 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/partition/pipe.h"
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/transport/process_group.h"
 
 namespace plumb {
 

@@ -6,10 +6,10 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
-#include "plumb/graph/parameter_tag.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/tensors/parameter_tag.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"

@@ -8,7 +8,7 @@
 
 #include "plumb/exported/exported.h"
 #include "plumb/partition/pipe.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/batches.h"
 #include "plumb/training/events.h"

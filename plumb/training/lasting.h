@@ -6,7 +6,7 @@
 // or, if there is none, from the last checkpoint, and go on. Any other error ends the process: its rank is lost.
 #pragma once
 
-#include "plumb/pipeline/generations.h"
+#include "plumb/pipeline/launch/generations.h"
 #include "plumb/training/state_copies.h"
 #include "plumb/training/trainer.h"
 

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "plumb/partition/split.h"
-#include "plumb/pipeline/microbatch.h"
+#include "plumb/pipeline/runtime/microbatch.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "plumb/graph/graph_module.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/training/samples.h"
 
 namespace plumb {

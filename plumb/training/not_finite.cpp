@@ -8,9 +8,9 @@
 
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
-#include "plumb/exported/tensor_file.h"
-#include "plumb/pipeline/graph_stage.h"
-#include "plumb/transforms/track_scales.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {
 namespace {

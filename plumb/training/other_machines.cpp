@@ -7,7 +7,7 @@
 #include "plumb/core/checksum.h"
 #include "plumb/core/text.h"
 #include "plumb/numerics/machine.h"
-#include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/training/gradients.h"
 
 namespace plumb {

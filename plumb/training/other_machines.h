@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/transport/process_group.h"
 
 namespace plumb {
 

@@ -1,6 +1,6 @@
 #include "plumb/training/ranks.h"
 
-#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch/environment.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
 

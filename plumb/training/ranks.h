@@ -1,7 +1,7 @@
 // The processes of a training, and this one's place among them.
 #pragma once
 
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/transport/process_group.h"
 #include "plumb/training/options.h"
 
 namespace plumb {

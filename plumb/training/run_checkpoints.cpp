@@ -12,9 +12,10 @@
 #include "plumb/core/json_text.h"
 #include "plumb/core/output_file.h"
 #include "plumb/graph/describe.h"
-#include "plumb/graph/parameter_tag.h"
-#include "plumb/pipeline/broadcast.h"
-#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/transport/broadcast.h"
+#include "plumb/tensors/parameter_tag.h"
+#include "plumb/training/other_machines.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -61,7 +62,7 @@ std::string fingerprint(const GraphModule& module) {
   return hex;
 }
 
-// Whether each parameter has the tag of unit-scaled weights.
+// Returns for each parameter if it has the tag of unit-scaled weights.
 nlohmann::json tags(const GraphModule& module) {
   nlohmann::json found = nlohmann::json::object();
   for (const Attr& attr : module.state()) {
@@ -133,7 +134,8 @@ nlohmann::json RunCheckpoints::state(int64_t step) const {
                 {"gradient_groups", job_.pipeline.gradient_groups},
                 {"data", job_.batches->state()},
                 {"unit_scaled", is_unit_scaled()},
-                {"tagged", tags(job_.module())}});
+                {"tagged", tags(job_.module())},
+                {"computed_on", machine_state(threads_of(options_))}});
   return state;
 }
 
@@ -225,6 +227,8 @@ int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
   }
   const nlohmann::json& state = checkpoint->state();
   check_same_run(state, checkpoint->folder());
+  if (const std::string changed = machine_changed(state, threads_of(options_)); world_.rank() == 0 && !changed.empty())
+    told.push_back(checkpoint->folder() + " " + changed);
   take_gradient_groups(state, checkpoint->folder());
   checkpoint->load(held_);
   optimizer_.load_state(checkpoint->folder(), reader_of(*checkpoint));

@@ -1,7 +1,7 @@
 #include "plumb/training/run_reports.h"
 
 #include "plumb/core/output_file.h"
-#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch/environment.h"
 
 namespace plumb {
 

@@ -6,7 +6,7 @@
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/join.h"
 #include "plumb/core/table.h"
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/training/inputs.h"
 #include "plumb/training/token_files.h"
 #include "plumb/training/usage.h"

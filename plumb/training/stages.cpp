@@ -5,7 +5,7 @@
 
 #include "plumb/graph/describe.h"
 #include "plumb/graph/operator_facts.h"
-#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {

@@ -11,7 +11,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
-#include "plumb/pipeline/transport.h"
+#include "plumb/pipeline/transport/transport.h"
 
 namespace plumb {
 namespace {

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "plumb/checkpoint/safetensors_header.h"
-#include "plumb/pipeline/process_group.h"
-#include "plumb/pipeline/shared_memory.h"
+#include "plumb/pipeline/transport/process_group.h"
+#include "plumb/pipeline/transport/shared_memory.h"
 #include "plumb/training/job.h"
 #include "plumb/training/optimizer.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 
 namespace plumb {
 

@@ -5,14 +5,15 @@
 
 #include <cmath>
 
-#include "plumb/pipeline/broadcast.h"
-#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/lasting.h"
 #include "plumb/training/not_finite.h"
+#include "plumb/training/other_machines.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/run_checkpoints.h"
 
@@ -73,6 +74,7 @@ class Trainer::Run {
   std::unique_ptr<RunCheckpoints> checkpoints_;  // null: no --checkpoints
   std::unique_ptr<Recorder> recorder_;           // null: no --record
   std::vector<std::string> damaged_;             // checkpoints that were passed over
+  std::string machines_;                         // which rank computes on another kind of machine, or ""
   int64_t start_ = 0;                            // the step that this run goes on after
   std::optional<int64_t> edge_;                  // of the copies that it goes on from
   TrainResult result_;
@@ -88,6 +90,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   torch::manual_seed(static_cast<uint64_t>(o_.seed));
   if (!session) job_ = prepare_job(o_, std::move(parts), hooks_);
   ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
+  machines_ = other_machines(ranks_.world);
   if (session) {
     if (session->members.generation() > 0) edge_ = session->copies.find_edge(ranks_.world, job_);
     if (session->was_used && !edge_) job_ = prepare_job(o_, {}, hooks_);  // as the file has it
@@ -246,6 +249,7 @@ TrainResult Trainer::Run::run() {
   if (ranks_.is_first() && edge_) reports_->emit(event::Resumed{start_, std::nullopt, "copies in memory"});
   if (ranks_.is_first() && !edge_) {
     reports_->started();
+    if (!machines_.empty()) reports_->emit(event::LogProblem{machines_});
     for (const std::string& problem : damaged_) reports_->emit(event::CheckpointProblem{problem});
     // Without a checkpoint a run that lost more than its copies make up for begins anew.
     if (const auto after = goes_on_after())

@@ -11,7 +11,7 @@
 #include <fstream>
 
 #include "plumb/capture/capture.h"
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/training/trainer.h"
 #include "tests/message_of.h"
 

@@ -10,7 +10,7 @@
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
-#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/graph/summary.h"
 
 namespace plumb {

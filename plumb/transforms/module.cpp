@@ -1,6 +1,6 @@
 #include "plumb/transforms/module.h"
 
-#include "plumb/transforms/tracker.h"
+#include "plumb/transforms/track/tracker.h"
 
 namespace plumb {
 

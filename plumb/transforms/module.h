@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/parameter_tag.h"
+#include "plumb/tensors/parameter_tag.h"
 #include "plumb/transforms/report.h"
 
 namespace plumb {
 
 class ScaleTracker;
 
-// Tags that an optimizer needs for each parameter, by its full name (plumb/graph/parameter_tag.h).
+// Tags that an optimizer needs for each parameter, by its full name (plumb/tensors/parameter_tag.h).
 using MupTable = std::map<std::string, ParameterData>;
 
 class TransformedModule : public GraphModule {

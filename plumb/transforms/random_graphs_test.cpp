@@ -2,11 +2,11 @@
 
 #include <map>
 
+#include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"
-#include "plumb/transforms/residual.h"
-#include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/scale/residual.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {
 namespace {

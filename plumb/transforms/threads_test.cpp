@@ -10,9 +10,9 @@
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/formats/simulate_format.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {
 namespace {

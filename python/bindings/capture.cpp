@@ -3,7 +3,7 @@
 #include "module.h"
 #include "plumb/capture/guards.h"
 #include "plumb/capture/nested.h"
-#include "plumb/graph/deferred_checks.h"
+#include "plumb/tensors/deferred_checks.h"
 
 #include <frameobject.h>
 #include <pybind11/functional.h>

@@ -7,14 +7,14 @@
 #include "errors.h"
 #include "module.h"
 #include "plumb/analysis/adapters.h"
-#include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/runtime/runtime.h"
 
 namespace plumb::python {
 namespace {
 
-// f() under the GIL for a stage of Python's, which notes an exception: it becomes the cause of the step's error. Signals
-// are looked for here, as Python does so only while its own code runs.
+// f() under the GIL for a stage of Python's, which notes an exception: it becomes the cause of the step's error.
+// Signals are looked for here, as Python does so only while its own code runs.
 template <typename F>
 auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
   return with_gil([&] {
@@ -28,8 +28,8 @@ auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
   });
 }
 
-// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
-// its run() otherwise.
+// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it,
+// and its run() otherwise.
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)

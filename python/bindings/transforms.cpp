@@ -2,12 +2,12 @@
 #include "module.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8_delayed.h"
-#include "plumb/transforms/fold.h"
-#include "plumb/transforms/scale_causes.h"
-#include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale.h"
-#include "plumb/transforms/use_fp8.h"
+#include "plumb/transforms/fold/fold.h"
+#include "plumb/transforms/formats/simulate_format.h"
+#include "plumb/transforms/formats/use_fp8.h"
+#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/scale_causes.h"
+#include "plumb/transforms/track/track_scales.h"
 #include "report.h"
 
 namespace plumb::python {

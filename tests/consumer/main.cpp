@@ -1,7 +1,7 @@
 // A user's program against an installed plumb: capture a module, run the graph, compare bit for bit.
 #include <plumb/capture/capture.h>
 #include <plumb/exported/exported.h>
-#include <plumb/transforms/unit_scale.h>
+#include <plumb/transforms/scale/unit_scale.h>
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -15,7 +15,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
-#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/transport/process_group.h"
 #include "tests/device/streams.h"
 
 namespace plumb_test {

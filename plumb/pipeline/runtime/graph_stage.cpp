@@ -1,0 +1,188 @@
+#include "plumb/pipeline/runtime/graph_stage.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <set>
+
+#include "plumb/capture/captured_model.h"
+#include "plumb/core/error.h"
+#include "plumb/core/str.h"
+#include "plumb/graph/aliases.h"
+
+namespace plumb {
+
+namespace {
+
+// Many sizes come again in every epoch, some never: as many graphs as are cheap to keep.
+constexpr size_t kKept = 64;
+
+// Sizes that are symbols may be any: the graph itself follows them.
+bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
+  if (sizes.size() != meta.sizes.size()) return false;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const bool symbol = i < meta.symbols.size() && !meta.symbols[i].empty();
+    if (!symbol && sizes[i] != meta.sizes[i]) return false;
+  }
+  return true;
+}
+
+bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+}  // namespace
+
+GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
+                       std::shared_ptr<StageSpecializer> specializer, std::string remedy)
+    : module_(std::move(module)),
+      io_(table.stages.at(index)),
+      index_(index),
+      specializer_(std::move(specializer)),
+      remedy_(std::move(remedy)) {
+  for (const StageIO& stage : table.stages) {
+    for (const StageInputPort& port : stage.inputs) {
+      if (port.source.is_model_input() && port.meta) model_inputs_.emplace(port.source.index, port);
+    }
+  }
+  if (remedy_.empty()) {
+    remedy_ =
+        "export the program with dynamic shapes; give a live module's stages a StageSpecializer (specialize_on_sizes); "
+        "or give batches of the sizes it was cut for";
+  }
+}
+
+ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, ModelSizes known) const {
+  for (size_t i = 0; i < std::min(inputs.size(), io_.inputs.size()); ++i) {
+    const StageInputPort& port = io_.inputs[i];
+    if (port.source.is_model_input() && port.meta && is_tensor(inputs[i]))
+      known[port.source.index] = inputs[i].toTensor().sizes().vec();
+  }
+  const bool other = std::ranges::any_of(known, [&](const auto& entry) {
+    const auto cut = model_inputs_.find(entry.first);
+    return cut != model_inputs_.end() && !as_cut(*cut->second.meta, entry.second);
+  });
+  return other ? known : ModelSizes();
+}
+
+ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const {
+  ModelSizes known = known_sizes(inputs, std::move(told));
+  for (size_t i = 0; known.empty() && i < std::min(inputs.size(), io_.inputs.size()); ++i) {
+    const StageInputPort& port = io_.inputs[i];
+    if (port.source.is_model_input() || !port.meta || !is_tensor(inputs[i])) continue;
+    const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
+    if (as_cut(*port.meta, sizes)) continue;
+    throw Error(ErrorKind::InvalidState,
+                str("stage ", index_, ": '", port.name, "' came as ", c10::str(sizes), " where ",
+                    c10::str(at::IntArrayRef(port.meta->sizes)),
+                    " was cut, and the sizes of the model's inputs cannot be told from that"),
+                "",
+                "hand on what the stage before returned as it is (a detached tensor or a copy does not say where it "
+                "comes from), or run the stages in a schedule");
+  }
+  return known;
+}
+
+void GraphStage::raise_other_sizes(const ModelSizes& known) const {
+  std::string came;
+  for (const auto& [input, sizes] : known) {
+    const auto cut = model_inputs_.find(input);
+    if (cut == model_inputs_.end() || as_cut(*cut->second.meta, sizes)) continue;
+    came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " +
+            c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(at::IntArrayRef(sizes));
+  }
+  throw Error(ErrorKind::TensorMismatch,
+              str("stage ", index_, " was cut for other sizes of the model's inputs: ", came), "", remedy_);
+}
+
+std::shared_ptr<GraphModule> GraphStage::graph_for(const ModelSizes& known) {
+  if (known.empty()) return module_;
+  const std::lock_guard lock(mutex_);
+  auto it = others_.find(known);
+  if (it == others_.end()) {
+    if (!specializer_) raise_other_sizes(known);
+    if (others_.size() >= kKept) others_.erase(others_.begin());
+    it = others_.emplace(known, specializer_->stage(index_, known, *module_)).first;
+  } else {
+    share_state(*module_, *it->second);
+  }
+  return it->second;
+}
+
+void GraphStage::forget_sizes() {
+  const std::lock_guard lock(mutex_);
+  others_.clear();
+}
+
+std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes) {
+  if (inputs.size() != io_.inputs.size()) {
+    throw Error(ErrorKind::StructureMismatch,
+                str("the stage takes ", io_.inputs.size(), " inputs, got ", inputs.size()));
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const StageInputPort& port = io_.inputs[i];
+    if (port.type != ValueType::Tensor && inputs[i].isTensor()) {
+      inputs[i] = is_tensor(inputs[i]) ? unpack_value(inputs[i].toTensor(), port.type) : c10::IValue();
+    } else if (port.written && is_tensor(inputs[i])) {
+      // The stage writes to a copy of its own: a batch is cut into views, and a value may go to several stages.
+      inputs[i] = inputs[i].toTensor().clone();
+    }
+  }
+  std::vector<c10::IValue> outputs = graph_for(sizes)->run(std::move(inputs));
+  for (c10::IValue& v : outputs) {
+    if (!v.isNone()) v = pack_value(v);
+  }
+  return outputs;
+}
+
+Tensors GraphStage::forward(const Tensors& inputs) {
+  return run(inputs, {0, known_sizes({inputs.begin(), inputs.end()}, {})});
+}
+
+Tensors GraphStage::run(const Tensors& inputs, const Microbatch& microbatch) {
+  Tensors outputs;
+  for (const c10::IValue& v : run_values({inputs.begin(), inputs.end()}, microbatch.sizes))
+    outputs.push_back(v.isTensor() ? v.toTensor() : pack_value(v));
+  return outputs;
+}
+
+std::optional<at::Device> GraphStage::device() const {
+  for (const Attr& attr : module_->state()) {
+    if (attr.tensor.defined()) return attr.tensor.device();
+  }
+  for (const StageInputPort& port : io_.inputs) {
+    if (port.meta) return port.meta->device;
+  }
+  return std::nullopt;
+}
+
+std::vector<NamedTensor> GraphStage::written_buffers() const {
+  const State& state = module_->state();
+  const Aliases aliases(module_->graph(), &state);
+  std::vector<NamedTensor> written;
+  for (const Node* node : module_->graph().nodes()) {
+    if (node->kind() != NodeKind::GetAttr || !aliases.is_written(aliases.memory(node->result()))) continue;
+    const Attr& attr = state.get(node->target());
+    if (attr.kind == AttrKind::Buffer) written.push_back({attr.name, attr.tensor});
+  }
+  return written;
+}
+
+std::vector<NamedTensor> GraphStage::parameters() const {
+  std::vector<NamedTensor> named;
+  std::set<const c10::TensorImpl*> seen;
+  for (const Attr& attr : module_->state()) {
+    if (attr.kind == AttrKind::Parameter && seen.insert(attr.tensor.unsafeGetTensorImpl()).second) {
+      named.push_back({attr.name, attr.tensor});
+    }
+  }
+  return named;
+}
+
+std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
+                                                             const std::shared_ptr<StageSpecializer>& specializer) {
+  std::map<int, std::shared_ptr<StageFunction>> stages;
+  for (int s : schedule.placement.stages_of(rank))
+    stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table(), s, specializer));
+  return stages;
+}
+
+}  // namespace plumb

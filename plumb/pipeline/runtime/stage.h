@@ -1,0 +1,73 @@
+// A stage as the runtime sees it: a callable on flat tensors, with named parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plumb/autograd/recompute/recompute.h"
+#include "plumb/autograd/stage_backward.h"
+#include "plumb/partition/stage_specializer.h"
+
+namespace plumb {
+
+struct NamedTensor {
+  std::string name;  // as in the whole model: "layers.3.attn.wq.weight"
+  at::Tensor tensor;
+};
+
+// Which microbatch of a step a stage runs.
+struct Microbatch {
+  int index = 0;
+  // The sizes of the model's inputs it comes from, those that are known here; empty if they are as the layout says, or
+  // it says nothing.
+  ModelSizes sizes = {};
+};
+
+class StageFunction {
+ public:
+  virtual ~StageFunction() = default;
+  // Whether the backward computes cheap results again instead of keeping them: less memory, the same bits.
+  Recompute recompute = Recompute::Cheap;
+  // Runs one microbatch. Inputs and outputs are in the order of the layout (layout.h).
+  virtual Tensors forward(const Tensors& inputs) = 0;
+  // Called by the runtime; a stage overrides it to learn which microbatch it runs.
+  virtual Tensors run(const Tensors& inputs, const Microbatch& microbatch) {
+    (void)microbatch;
+    return forward(inputs);
+  }
+  // Leaves whose gradients are accumulated; frozen ones may be among them. Asked for at the start of every step.
+  virtual std::vector<NamedTensor> parameters() const { return {}; }
+  // The stage's device: the runtime moves inputs and gradients there. Nullopt: the stage takes them on any device.
+  virtual std::optional<at::Device> device() const {
+    const auto own = parameters();
+    return own.empty() ? std::nullopt : std::optional(own.front().tensor.device());
+  }
+  // Buffers that forwards write (running statistics). Asked for once.
+  virtual std::vector<NamedTensor> written_buffers() const { return {}; }
+  // Returns whether the stage does a part of its weight gradients by itself: the runtime then runs autograd's whole
+  // backward where the input half would be, asks for the work right after it, and does it where the weight half would
+  // be.
+  virtual bool has_own_weight_work() const { return false; }
+  virtual std::function<void()> own_weight_work() { return {}; }
+};
+
+// A stage from a function and its parameters.
+class LambdaStage : public StageFunction {
+ public:
+  using Function = std::function<Tensors(const Tensors&)>;
+  LambdaStage(Function function, std::vector<NamedTensor> parameters)
+      : function_(std::move(function)), parameters_(std::move(parameters)) {}
+  Tensors forward(const Tensors& inputs) override { return function_(inputs); }
+  std::vector<NamedTensor> parameters() const override { return parameters_; }
+
+ private:
+  Function function_;
+  std::vector<NamedTensor> parameters_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,104 @@
+#include "plumb/pipeline/runtime/stage_runner.h"
+
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+#include "plumb/numerics/operators.h"
+
+namespace plumb {
+namespace {
+
+const FPFormat* codes_of(const at::Tensor& t, const FPFormat* format) {
+  return t.defined() && has_wire_codes(t.scalar_type()) ? format : nullptr;
+}
+
+}  // namespace
+
+StageRunner::StageRunner(PipelineSetup given, const std::map<int, std::shared_ptr<StageFunction>>& functions)
+    : setup(std::move(given)) {
+  for (const auto& [index, function] : functions)
+    stages.emplace(index, LocalStage{index, function, &setup.wiring[index], setup.layout.stages[index].num_outputs});
+}
+
+at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x) {
+  if (!x.defined()) return x;
+  const auto device = stage.function->device();
+  return device && !device->is_meta() && x.device() != *device ? x.detach().to(*device) : x;
+}
+
+std::vector<MessageValue> arrived(std::vector<MessageValue> values) {
+  at::NoGradGuard no_grad;
+  for (auto& v : values) {
+    if (v.codes != nullptr) v.tensor = ops::quantise(v.tensor, v.codes->to_string());
+    v.codes = nullptr;
+  }
+  return values;
+}
+
+void StageRunner::take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const {
+  if (setup.layout.dynamic_outputs) slot.sources.resize(values.size());
+  for (const auto& bundle : stage.wiring->values_in) {
+    if (bundle.stage != from) continue;
+    const auto to = places(bundle, values.size());
+    for (size_t i = 0; i < to.size(); i++) slot.sources[to[i]] = std::move(values.at(i));
+  }
+}
+
+void StageRunner::take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const {
+  if (setup.layout.dynamic_outputs) slot.output_grads.resize(values.size());
+  for (const auto& bundle : stage.wiring->grads_in) {
+    if (bundle.stage != from) continue;
+    const auto to = targets_of(bundle, values.size());
+    for (size_t i = 0; i < to.size(); i++)
+      (to[i].output ? slot.output_grads : slot.seeds)[to[i].index] = moved_to(stage, values.at(i).tensor);
+  }
+}
+
+// The places of a bundle's values among `count`: with dynamic outputs all of them cross.
+std::vector<int> StageRunner::places(const StageWiring::Bundle& bundle, size_t count) const {
+  if (!setup.layout.dynamic_outputs) return bundle.indices;
+  std::vector<int> all(count);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+std::vector<StageWiring::GradBundle::Target> StageRunner::targets_of(const StageWiring::GradBundle& bundle,
+                                                                     size_t count) const {
+  if (!setup.layout.dynamic_outputs) return bundle.targets;
+  std::vector<StageWiring::GradBundle::Target> all;
+  for (size_t k = 0; k < count; k++) all.push_back({true, static_cast<int>(k)});
+  return all;
+}
+
+std::vector<MessageValue> StageRunner::values_for(int from, const StageWiring::Bundle& bundle,
+                                                  const Tensors& outputs) const {
+  std::vector<MessageValue> values;
+  for (int k : places(bundle, outputs.size())) {
+    const at::Tensor& t = outputs[k];
+    values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad(),
+                      codes_of(t, setup.layout.value_format({from, static_cast<size_t>(k)}))});
+  }
+  return values;
+}
+
+std::vector<MessageValue> StageRunner::grads_for(const LocalStage& of, const StageWiring::Bundle& bundle,
+                                                 const Tensors& grads) const {
+  std::vector<MessageValue> values;
+  for (int k : places(bundle, grads.size())) {
+    const auto& source = of.wiring->sources[setup.layout.dynamic_outputs ? 0 : k];
+    values.push_back({grads[k], false, codes_of(grads[k], setup.layout.gradient_format(source))});
+  }
+  return values;
+}
+
+void StageRunner::prepare(LocalStage& stage, Slot& slot) const {
+  if (setup.layout.dynamic_outputs) return;  // sized by what arrives
+  if (slot.sources.empty()) slot.sources.resize(stage.wiring->sources.size());
+  if (training && slot.seeds.empty()) {
+    slot.seeds.resize(stage.wiring->sources.size());
+    slot.output_grads.resize(stage.num_outputs);
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,51 @@
+// Runs a pipeline's steps: all actions of a rank in order, and what is done with gradients at the end.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "plumb/pipeline/runtime/action_runner.h"
+#include "plumb/pipeline/runtime/replicas.h"
+#include "plumb/pipeline/runtime/shared_parameters.h"
+
+namespace plumb {
+
+class StepRunner {
+ public:
+  // As Pipeline's constructor.
+  StepRunner(PipelineLayout layout, const Schedule& schedule,
+             const std::map<int, std::shared_ptr<StageFunction>>& functions, ProcessGroup group,
+             PipelineOptions options);
+  StepRunner(const StepRunner&) = delete;
+
+  StepResult run(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets, std::vector<int64_t> rows,
+                 bool train, int64_t rows_of_all = 0);
+  std::vector<TimelineEvent> gather_timeline();
+  at::Tensor gather_loss() const;
+  StageRunner& stages() { return runner_; }
+  const std::vector<TiedParameter>& tied() const { return shared_.tied; }
+
+ private:
+  std::string me() const { return str("rank ", transport_.group().world_rank(setup_.rank)); }
+  std::unique_ptr<GradientAccumulator> make_accumulator(int stage, const std::set<int>& shared) const;
+  void check_batch(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
+                   const std::vector<int64_t>& rows) const;
+  void begin(bool train, StepBatch batch, int64_t rows_of_all);
+  void run_row(const RunPlan& plan);
+  std::vector<AgreedValue> agreed_with(const CopyGroup& group) const;
+  void sum_tied_gradients(const RunPlan& plan);
+  void finish_gradients(StepResult& done);
+  StepResult result();
+
+  Transport transport_;
+  StageRunner runner_;
+  const PipelineSetup& setup_;
+  ActionRunner actions_;
+  SharedParameters shared_;
+  std::unique_ptr<ReplicaSums> replicas_;  // null: there are no other replicas
+  RunPlan train_plan_, eval_plan_;
+  at::Tensor loss_;  // of the last step, as StepResult has it
+};
+
+}  // namespace plumb

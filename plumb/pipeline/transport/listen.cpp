@@ -1,0 +1,52 @@
+#include "plumb/pipeline/transport/listen.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "plumb/core/error.h"
+#include "plumb/core/str.h"
+#include "plumb/core/system_remedy.h"
+
+namespace plumb {
+
+int listen_at(const std::string& address, int& port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = address == "localhost" ? 0 : AI_NUMERICHOST;
+  if (::getaddrinfo(address.c_str(), nullptr, &hints, &found) != 0) return -1;
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, &::freeaddrinfo);
+  int reason = EADDRNOTAVAIL;
+  for (const addrinfo* each = found; each; each = each->ai_next) {
+    const int fd = ::socket(each->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+      reason = errno;
+      continue;
+    }
+    sockaddr_storage bound{};
+    std::memcpy(&bound, each->ai_addr, each->ai_addrlen);
+    socklen_t length = each->ai_addrlen;
+    auto* generic = reinterpret_cast<sockaddr*>(&bound);
+    in_port_t& number = each->ai_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                                                    : reinterpret_cast<sockaddr_in*>(&bound)->sin_port;
+    number = htons(static_cast<uint16_t>(port));
+    const int yes = 1;
+    ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    if (::bind(fd, generic, length) == 0 && ::listen(fd, 1024) == 0 && ::getsockname(fd, generic, &length) == 0) {
+      port = ntohs(number);
+      return fd;
+    }
+    reason = errno;
+    ::close(fd);
+  }
+  if (reason == EADDRNOTAVAIL) return -1;
+  throw Error(ErrorKind::Communication, str("cannot listen at ", address, ":", port, ": ", std::strerror(reason)), "",
+              system_remedy(reason, "choose another port"));
+}
+
+}  // namespace plumb

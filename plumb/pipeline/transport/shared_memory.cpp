@@ -1,0 +1,93 @@
+#include "plumb/pipeline/transport/shared_memory.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "plumb/core/error.h"
+#include "plumb/core/str.h"
+#include "plumb/core/system_remedy.h"
+
+namespace plumb {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_SEAL;
+constexpr const char* kRemedy = "look at what the other ranks printed; /proc has to be there";
+
+[[noreturn]] void fail(ErrorKind kind, const std::string& what, int reason, const std::string& otherwise) {
+  throw Error(kind, what + ": " + std::strerror(reason), "", system_remedy(reason, otherwise));
+}
+
+std::string text_of(const SharedMemory::Address& address) {
+  return str("/proc/", address.process, "/fd/", address.descriptor);
+}
+
+}  // namespace
+
+struct SharedMemory::Held {
+  int descriptor = -1;
+  char* at = nullptr;  // the maker's
+  std::int64_t size = 0;
+
+  Held() = default;
+  Held(const Held&) = delete;
+  ~Held() {
+    if (at != nullptr) ::munmap(at, static_cast<size_t>(size));
+    if (descriptor >= 0) ::close(descriptor);
+  }
+};
+
+SharedMemory::SharedMemory() : held_(std::make_shared<Held>()) {
+  held_->descriptor = ::memfd_create("plumb", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (held_->descriptor < 0 || ::fcntl(held_->descriptor, F_ADD_SEALS, kSeals) != 0)
+    fail(ErrorKind::ExecutionFailed, "memory that processes share cannot be had", errno, "");
+}
+
+SharedMemory::SharedMemory(const Address& address) : held_(std::make_shared<Held>()) {
+  const std::string path = text_of(address);
+  held_->descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  if (held_->descriptor < 0)
+    fail(ErrorKind::Communication, "another rank's memory cannot be had, " + path, errno, kRemedy);
+  // Only such memory has seals.
+  const int seals = ::fcntl(held_->descriptor, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals)
+    throw Error(ErrorKind::Communication, path + ", which another rank names, is no memory of plumb's", "", kRemedy);
+}
+
+SharedMemory::Address SharedMemory::address() const { return {::getpid(), held_->descriptor}; }
+
+char* SharedMemory::grow(std::int64_t bytes) {
+  Held& held = *held_;
+  if (bytes <= held.size) return held.at;
+  const std::string what = str(bytes, " bytes of memory that processes share cannot be had");
+  // Taken now, not when they are written to: then there would be a signal.
+  if (const int reason = ::posix_fallocate(held.descriptor, 0, bytes); reason != 0)
+    fail(ErrorKind::CannotWrite, what, reason, "end other programs, or raise the limits of memory and file sizes");
+  void* at = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, held.descriptor, 0);
+  if (at == MAP_FAILED) fail(ErrorKind::CannotWrite, what, errno, "");
+  if (held.at != nullptr) ::munmap(held.at, static_cast<size_t>(held.size));
+  held.at = static_cast<char*>(at);
+  held.size = bytes;
+  return held.at;
+}
+
+at::Tensor SharedMemory::bytes() const {
+  struct stat found {};
+  if (::fstat(held_->descriptor, &found) != 0)
+    fail(ErrorKind::Communication, "another rank's memory cannot be read", errno, kRemedy);
+  const auto size = static_cast<size_t>(found.st_size);
+  if (size == 0) return at::empty({0}, at::kByte);
+  void* at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, held_->descriptor, 0);
+  if (at == MAP_FAILED) fail(ErrorKind::ExecutionFailed, "another rank's memory cannot be read", errno, kRemedy);
+  return at::from_blob(
+      at, {static_cast<std::int64_t>(size)}, [size](void* mapped) { ::munmap(mapped, size); }, at::kByte);
+}
+
+}  // namespace plumb

@@ -1,0 +1,285 @@
+#include "plumb/transforms/formats/simulate_format.h"
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
+#include "plumb/graph/passes/tools.h"
+#include "plumb/transforms/formats/recurrent_steps.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/recurrent.h"
+
+namespace plumb {
+namespace {
+
+std::string_view bare(std::string_view name) { return name.substr(name.rfind(':') + 1); }
+
+// Why a product inside this operator is out of reach; nothing if it has none.
+std::optional<std::string> hidden_product(const Node* node) {
+  const std::string_view name = node->op_name();
+  if (name == "aten::_native_multi_head_attention" || name == "aten::_transformer_encoder_layer_fwd")
+    return "a fused inference operator: capture with gradients enabled";
+  if (name.starts_with("plumb::fp8_")) return "it multiplies FP8 already";
+  if (name.starts_with("aten::cudnn_") || name.starts_with("aten::mkldnn_")) return "an operator of one library only";
+  return std::nullopt;
+}
+
+FPFormat resolve(const std::string& text, const SimulateFormatOptions& options) {
+  const FPFormat format = FPFormat::parse(text);
+  if (!options.rounding && options.srbits == 0) return format;
+  // A text without a rounding rounds to nearest, unless random bits say otherwise.
+  const bool said = text.find('-') != std::string::npos;
+  return format.with_rounding(options.rounding ? *options.rounding
+                              : said           ? format.rounding
+                                               : Rounding::Stochastic,
+                              options.srbits);
+}
+
+class Simulator {
+ public:
+  Simulator(GraphModule& module, const SimulateFormatOptions& options, Report& report)
+      : module_(module), graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
+    fwd_ = options.fwd == "none" ? "none" : resolve(options.fwd, options).to_string();
+    bwd_ = options.bwd == "none" ? "none" : resolve(options.bwd, options).to_string();
+    fwd_blocks_ = fwd_ != "none" && FPFormat::parse(fwd_).has_blocks();
+    bwd_blocks_ = bwd_ != "none" && FPFormat::parse(bwd_).has_blocks();
+    for (const auto& name : options.operators) {
+      const auto known = matrix_product_operators();
+      if (std::none_of(known.begin(), known.end(), [&](const std::string& k) { return k == name || bare(k) == name; }))
+        throw Error(ErrorKind::UnknownName, "simulate_format: '" + name + "' is no matrix product", "",
+                    "leave the list of operators empty for all, or see matrix_product_operators()");
+    }
+  }
+
+  bool run() {
+    bool changed = take_recurrent_apart();
+    for (Node* node : graph_.nodes()) {
+      if (node->kind() == NodeKind::CallModule) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                    "a nested graph: transform the model before it is cut");
+      }
+      if (!node->is_call()) continue;
+      if (node->writes()) last_write_ = node;
+      if (auto why = hidden_product(node)) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      const Contraction& contraction = operator_facts(node->target()).contraction;
+      if (!contraction) continue;
+      if (auto why = obstacle(node)) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      changed |= quantise(node, contraction);
+    }
+    return changed;
+  }
+
+ private:
+  bool take_recurrent_apart() {
+    bool changed = false;
+    if (fwd_ == "none" && bwd_ == "none") return changed;
+    for (Node* node : graph_.nodes()) {
+      if (!is_recurrent(node)) continue;
+      auto why = obstacle(node);
+      if (!why) why = steps_obstacle(node, module_.state());
+      if (why) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      auto& entry = report_.add(ReportKind::Replaced, node, node->target(), "aten::linear");
+      const auto linears = take_apart(module_, node);
+      entry.reason = "taken apart into steps: " + std::to_string(linears.size()) + " linear layers";
+      taken_apart_.insert(linears.begin(), linears.end());
+      changed = true;
+    }
+    return changed;
+  }
+
+  std::optional<std::string> obstacle(const Node* node) const {
+    if (!options_.operators.empty() && !taken_apart_.count(node)) {
+      bool wanted = false;
+      for (std::string_view name : options_.operators) wanted = wanted || bare(name) == bare(node->op_name());
+      if (!wanted) return "not among the operators asked for";
+    }
+    if (node->target().ends_with(".out")) return "it writes into a given tensor";
+    if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
+    if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
+    return std::nullopt;
+  }
+
+  bool roundable(const Value* value) const {
+    if (!value->is_tensor() || !may_be_float(value, state_)) return false;
+    return !value->producer()->is_op("plumb::simulate_format") || value->producer()->arg("fwd") != Arg(fwd_);
+  }
+
+  static bool is_factor_of_parameter(const Node* node) {
+    bool factor = false;
+    while (node->is_op("plumb::scale_fwd") || node->is_op("plumb::scale_bwd")) {
+      node = node->input(0)->producer();
+      factor = true;
+    }
+    return factor && node->kind() == NodeKind::GetAttr;
+  }
+
+  // Returns the value rounded forward: one node for all uses, as long as nothing is written in between.
+  Value* rounded(Value* value, int64_t dim, Node* user) {
+    if (!fwd_blocks_) dim = -1;
+    auto [it, fresh] = rounded_.try_emplace({value, dim}, Made{nullptr, nullptr});
+    if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
+      return it->second.value;
+    Node* made = nullptr;
+    if (const Node* factor = value->producer(); is_factor_of_parameter(factor)) {
+      // Unit-scaled weights of recurrent operators: the weight is of unit scale, not what it is multiplied to.
+      made = insert_call(graph_, user, factor->target(), {rounded(factor->input(0), dim, user), factor->arg("scale")},
+                         factor, value);
+    } else {
+      made =
+          insert_call(graph_, user, "plumb::simulate_format", {value, fwd_, "none", c10::IValue(), dim}, user, value);
+    }
+    made->result()->rename(graph_.unique_name(value->name() + "_fwd"));
+    it->second = {made->result(), last_write_, user->meta().grad_enabled};
+    return made->result();
+  }
+
+  bool quantise(Node* node, const Contraction& contraction) {
+    bool changed = false;
+    if (fwd_ != "none") {
+      for (const auto& [name, dim] : contraction.named_operands()) {
+        const Arg arg = node->arg(name);
+        if (arg.is_value() && roundable(arg.value())) {
+          node->set_arg(name, rounded(arg.value(), dim, node));
+          changed = true;
+        } else if (arg.is_list()) {
+          Arg::List list = arg.list();
+          for (size_t i = 0; i < list.size(); ++i) {
+            if (list[i].is_value() && roundable(list[i].value()))
+              list[i] = rounded(list[i].value(), dim, node), changed = true;
+          }
+          node->set_arg(name, std::move(list));
+        }
+      }
+    }
+    if (bwd_ != "none") {
+      for (Value* result : node->results()) {
+        if (!result->has_uses() || !result->is_tensor() || !may_be_float(result, state_)) continue;
+        const std::string name = result->name();
+        // A measured value stays measured: the node goes behind its plumb::track.
+        for (const Use& use : result->uses()) {
+          if (use.user->is_op("plumb::track")) {
+            result = use.user->result();
+            break;
+          }
+        }
+        if (!result->has_uses()) continue;
+        const int64_t dim = bwd_blocks_ ? int64_t{contraction.result_dim} : -1;
+        Node* back = insert_call(graph_, result->producer()->next(), "plumb::simulate_format",
+                                 {result, "none", bwd_, c10::IValue(), dim}, node, result);
+        graph_.replace_all_uses_with(result, back->result(), back);
+        back->result()->rename(graph_.unique_name(name + "_bwd"));
+        changed = true;
+      }
+    }
+    if (changed) report_.add(ReportKind::Quantised, node, node->target(), fwd_ + " forward, " + bwd_ + " backward");
+    return changed;
+  }
+
+  struct Made {
+    Value* value;
+    const Node* last_write;
+    bool grad_enabled = true;
+  };
+
+  GraphModule& module_;
+  Graph& graph_;
+  const State& state_;
+  const SimulateFormatOptions& options_;
+  Report& report_;
+  std::string fwd_, bwd_;
+  const Node* last_write_ = nullptr;
+  bool fwd_blocks_ = false, bwd_blocks_ = false;
+  std::map<std::pair<const Value*, int64_t>, Made> rounded_;
+  std::unordered_set<const Node*> taken_apart_;
+};
+
+const std::vector<PassOption> kOptions = {
+    {"fwd", "E4M3-SR", "format of inputs: E<e>M<m> or a standard name, with -RN, -SR, -SRn or -RZ; none"},
+    {"bwd", "E5M2-SR", "format of gradients"},
+    {"rounding", "", "nearest, stochastic or toward_zero, for both"},
+    {"srbits", "0", "random bits of stochastic rounding, 0 for all"},
+    {"operators", "", "only these, comma separated"},
+    {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
+
+bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+  SimulateFormatOptions options;
+  for (const auto& [name, value] : given) {
+    if (name == "fwd") options.fwd = value;
+    if (name == "bwd") options.bwd = value;
+    if (name == "rounding") options.rounding = parse_rounding(value);
+    if (name == "operators") options.operators = split_names(value);
+    if (name == "exclude") options.exclude = split_names(value);
+  }
+  options.srbits = static_cast<int>(number_option(given, "srbits", options.srbits));
+  Report report("simulate_format");
+  const bool changed = simulate_format(module, options, &report);
+  if (lines) *lines = report.lines();
+  return changed;
+}
+
+const RegisterPass simulate_format_pass(
+    {"simulate_format",
+     "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.",
+     kOptions, run_from_table});
+
+}  // namespace
+
+std::vector<std::string> split_names(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    if (!part.empty()) parts.push_back(part);
+  }
+  return parts;
+}
+
+std::vector<std::string> matrix_product_operators() {
+  std::vector<std::string> names;
+  // The products of recurrent layers are those of the linear layers they are made of.
+  for (const OperatorFacts* facts : operator_table()) {
+    if (facts->contraction || facts->recurrent != RecurrentLayer::None) names.emplace_back(facts->name);
+  }
+  return names;
+}
+
+bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report) {
+  Report own("simulate_format");
+  return Simulator(module, options, report ? *report : own).run();
+}
+
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
+                                                   const SimulateFormatOptions& options) {
+  auto result = derive(*module);
+  Report report("simulate_format");
+  run_checked("simulate_format", [&] { return simulate_format(*result, options, &report); }, *result);
+  result->reports.push_back(std::move(report));
+  return result;
+}
+
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
+                                                   const FPFormat& bwd) {
+  SimulateFormatOptions options;
+  options.fwd = fwd.to_string();
+  options.bwd = bwd.to_string();
+  return simulate_format(module, options);
+}
+
+std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
+                                                const SimulateFormatOptions& options) {
+  return simulate_format(module, options);
+}
+
+}  // namespace plumb

@@ -1,0 +1,149 @@
+#include "plumb/transforms/track/track_scales.h"
+
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kTrack = "plumb::track";
+constexpr const char* kTrackRounded = "plumb::track_rounded";
+
+// By this tracker: several may measure one value.
+bool is_tracked(const Value* value, int64_t tracker) {
+  for (const Use& use : value->uses()) {
+    if (use.user->is_op(kTrackRounded) && use.user->arg("tracker") == Arg(tracker) &&
+        use.user->arg("before") != Arg(int64_t(-1)))
+      return true;
+    if (!use.user->is_op(kTrack)) continue;
+    if (use.user->arg("tracker") == Arg(tracker) || is_tracked(use.user->result(), tracker)) return true;
+  }
+  return false;
+}
+
+template <class AddSlot>
+bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_slot, Report& report) {
+  Graph& graph = module.graph();
+  bool changed = false;
+  for (Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::Output || node->is_op(kTrack)) continue;
+    for (Value* value : node->results()) {
+      if (node->is_op(kTrackRounded) && node->arg("tracker") == Arg(tracker) && node->arg("after") != Arg(int64_t(-1)))
+        continue;
+      if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) ||
+          is_tracked(value, tracker))
+        continue;
+      Node* before = node->next();
+      while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
+      Node* track = insert_call(graph, before, kTrack,
+                                {value, add_slot(node->kind() == NodeKind::Placeholder), tracker}, node, value);
+      track->result()->rename(graph.unique_name(value->name() + "_tracked"));
+      graph.replace_all_uses_with(value, track->result(), track);
+      // Whether an input requires a gradient is asked of the input: what is tracked always does.
+      for (const Use& use : std::vector<Use>(track->result()->uses().begin(), track->result()->uses().end())) {
+        if (use.user->is_op("plumb::guard_requires_grad")) use.user->set_arg("x", value);
+      }
+      report.add(ReportKind::Tracked, node, node->target()).node = value->name();
+      changed = true;
+    }
+  }
+  return changed;
+}
+
+const RegisterPass track_scales_pass({
+    "track_scales",
+    "Inserts plumb::track after every floating-point tensor; without a tracker they only hand their tensors on.",
+    {},
+    [](GraphModule& module, const PassOptions&, std::vector<std::string>* lines) {
+      Report report("track_scales");
+      int64_t slots = 0;
+      const bool changed = insert_tracking(module, 0, [&](bool) { return slots++; }, report);
+      if (lines) *lines = report.lines();
+      return changed;
+    },
+});
+
+}  // namespace
+
+bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report) {
+  Report own("track_scales");
+  return insert_tracking(
+      module, tracker.id(), [&](bool input) { return tracker.add_slot(input); }, report ? *report : own);
+}
+
+std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,
+                                                const MetricsOptions& options) {
+  auto result = derive(*module);
+  if (!result->tracker) result->tracker = ScaleTracker::create(options);
+  Report report("track_scales");
+  run_checked("track_scales", [&] { return track_scales(*result, *result->tracker, &report); }, *result);
+  result->reports.push_back(std::move(report));
+  return result;
+}
+
+ScalesGraph scales_graph(const TransformedModule& module) {
+  if (!module.tracker) {
+    throw Error(ErrorKind::InvalidState, "this module's scales are not tracked", "",
+                "use the module that track_scales() returns");
+  }
+  const Graph& graph = module.graph();
+  ScalesGraph result;
+  std::unordered_map<const Value*, size_t> place;
+  for (const Node* node : graph.nodes()) {
+    if (node->is_op(kTrack)) {
+      const size_t at = place.at(node->input(0));
+      place.emplace(node->result(), at);
+      if (node->arg("tracker") != Arg(module.tracker->id()) || !node->arg("slot").is_constant()) continue;
+      result.nodes[at].metrics = module.tracker->metrics(node->arg("slot").constant().toInt());
+      result.nodes[at].is_float_tensor |= result.nodes[at].metrics.has_value();
+      continue;
+    }
+    auto metrics_of = [&](std::string_view name) -> std::optional<Metrics> {
+      if (node->arg("tracker") != Arg(module.tracker->id()) || !node->arg(name).is_constant()) return std::nullopt;
+      return module.tracker->metrics(node->arg(name).constant().toInt());
+    };
+    if (node->is_op(kTrackRounded)) {
+      if (auto metrics = metrics_of("before")) result.nodes[place.at(node->input(0))].metrics = std::move(metrics);
+    }
+    std::vector<size_t> inputs;
+    for (const Value* value : node->inputs()) inputs.push_back(place.at(value));
+    ScaleNode entry;
+    entry.kind = node->kind();
+    entry.target = node->kind() == NodeKind::Output ? "output" : node->target();
+    entry.module = node->meta().module_path();
+    if (const auto& source = node->meta().source) entry.source = source->file + ":" + std::to_string(source->line);
+    if (node->kind() == NodeKind::Output || node->num_results() == 0) {
+      entry.name = node->kind() == NodeKind::Output ? "output" : node->target();
+      entry.inputs = std::move(inputs);
+      result.nodes.push_back(std::move(entry));
+      continue;
+    }
+    for (const Value* value : node->results()) {
+      ScaleNode one = entry;
+      one.name = value->name();
+      one.result_index = value->result_index();
+      one.inputs = inputs;
+      one.meta = value->meta();
+      const auto dtype = value->is_tensor() ? dtype_of(value, module.state()) : std::nullopt;
+      one.is_float_tensor = dtype && at::isFloatingType(*dtype);
+      if (node->kind() == NodeKind::GetAttr) {
+        const Attr* attr = module.state().find(node->target());
+        one.requires_grad =
+            attr && attr->kind == AttrKind::Parameter && attr->tensor.defined() && attr->tensor.requires_grad();
+      }
+      if (node->is_op(kTrackRounded)) {
+        one.target = "plumb::simulate_format";
+        one.metrics = metrics_of("after");
+      }
+      place.emplace(value, result.nodes.size());
+      result.nodes.push_back(std::move(one));
+    }
+  }
+  return result;
+}
+
+}  // namespace plumb
