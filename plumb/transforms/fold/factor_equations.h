@@ -1,5 +1,4 @@
-// Linear equations between the logarithms of factors: products of factors that must equal each other. Not for other
-// rooms.
+// Linear equations between the logarithms of factors: products of factors that must be equal. Not for other rooms.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
 // The factors of a unit-scaled graph's tensors over the plain graph's: one linear equation between logarithms for each
-// operator (factor_rules.h). A parameter's factor is an unknown that they decide; fold.h says where they leave a
-// choice.
+// operator (factor_rules.h). A parameter's factor is an unknown that they decide; fold.h has the remaining choices.
 #pragma once
 
 #include <string>
@@ -52,8 +51,7 @@ class FoldEquations {
 
  private:
   void add_parameters();
-  // Returns whether a value has a factor: numbers that are no reals have none. The factor of a complex one is real,
-  // too.
+  // Returns whether a value has a factor: numbers that are no reals have none. Complex ones have a real factor.
   bool carries(const Value* value) const;
   // An operand, by its place among the inputs, whose factor is to be `wanted`: from now on, or by a multiplication.
   void align(Node* node, size_t place, const LogFactor& wanted);

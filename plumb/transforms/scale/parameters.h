@@ -1,5 +1,4 @@
-// The weights and biases of the operators that unit_scale replaces, and stage 5: giving them unit
-// variance.
+// The weights and biases of the operators that unit_scale replaces, and stage 5, which gives them unit variance.
 #pragma once
 
 #include <functional>
