@@ -23,11 +23,11 @@ struct Evaluation {
 // count fill a last microbatch that is not full; with --loss output, where that is impossible, it is dropped.
 class Evaluator {
  public:
-  // All ranks of `world` call it, and run().
+  // Made by all ranks of `world`, which also call run().
   Evaluator(const TrainOptions& options, const TrainJob& job, Samples& samples, const ProcessGroup& world,
             const ReplicatedGroups& groups);
-  // Parameters, buffers and the generator stay as they are. Throws UsageError if the data has no full microbatch (with
-  // --loss output) or no target that counts.
+  // Runs the evaluation; parameters, buffers and the generator stay as they are. Throws UsageError if the data has no
+  // full microbatch (with --loss output) or no target that counts.
   Evaluation run();
 
  private:

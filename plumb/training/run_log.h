@@ -22,9 +22,9 @@ struct StepNumbers {
   std::optional<double> eval_loss;
 };
 
-// On rank 0. In a run that goes on the table goes on, TensorBoard gets another file beside the first, and the page
-// shows the steps of the table, or without one those since. Steps that are computed again are there once: the lines
-// that there were of them go.
+// Writes on rank 0. In a run that goes on the table goes on, TensorBoard gets another file beside the first, and the
+// page shows the steps of the table, or without one those since. Steps that are computed again are there once: their
+// earlier lines go.
 class RunLog {
  public:
   // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite), and
