@@ -1,4 +1,4 @@
-"""What a .pt2 file makes of memory is bounded by its size, whatever stands in it."""
+"""The memory that a .pt2 file takes is bounded by its size, whatever stands in it."""
 
 import os
 import subprocess
@@ -83,7 +83,7 @@ def test_a_hostile_file_takes_no_more_than_a_fixed_amount_and_16_times_its_size(
             archive.writestr(model.partition("/")[0] + "/noise", os.urandom(missing))
     size = os.path.getsize(path) / 2**20
     peak, said = peak_of(path)
-    # What is read of the file is in memory, too; 16 MiB are for the measurement.
+    # The bytes read of the file are in memory, too; 16 MiB are for the measurement.
     assert peak - usual <= 128 + 16 * size + size + 16, (peak, usual, size, said)
     if not said.startswith("plumb: "):
         return  # read within the bound

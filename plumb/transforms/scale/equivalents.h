@@ -28,7 +28,7 @@ const Equivalent* find_equivalent(const Node* node);
 // Returns the entry of a node that is a unit-scaled operator already, its arguments' names its own. Null if it is none.
 const Equivalent* find_unit_scaled(const Node* node);
 
-// Why this call cannot be replaced although its operator can; nothing if it can.
+// Returns why this call cannot be replaced although its operator can; nullopt if it can.
 std::optional<std::string> why_not(const Node* node);
 
 // Inserts the equivalent before the node, with its arguments; the caller replaces the node's uses.
