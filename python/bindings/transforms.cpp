@@ -1,5 +1,6 @@
 // The transforms, in place on an engine, with their reports.
 #include "module.h"
+#include "plumb/graph/node_kind.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8_delayed.h"
 #include "plumb/transforms/fold/fold.h"
@@ -105,11 +106,17 @@ py::list causes(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& 
   module->tracker = tracker;
   Report report("unit_scale");
   for (const auto& [node, reason] : said) report.add({.kind = ReportKind::LeftAlone, .node = node, .reason = reason});
+  auto names = [](const std::vector<std::string>& of) {
+    py::list list;
+    for (const std::string& name : of) list.append(readable(name));
+    return list;
+  };
   py::list result;
   for (const ScaleCause& c : scale_causes(scales_graph(*module), {report}, low, high)) {
     result.append(py::dict("gradients"_a = c.gradients, "small"_a = c.small, "target"_a = c.target,
-                           "reason"_a = c.reason, "factor"_a = c.factor, "least"_a = c.least, "most"_a = c.most,
-                           "nodes"_a = c.nodes, "tensors"_a = c.tensors, "text"_a = to_text({c})));
+                           "reason"_a = readable(c.reason), "factor"_a = c.factor, "least"_a = c.least,
+                           "most"_a = c.most, "nodes"_a = names(c.nodes), "tensors"_a = names(c.tensors),
+                           "text"_a = readable(to_text({c}))));
   }
   return result;
 }
