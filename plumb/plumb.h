@@ -46,4 +46,5 @@
 #include "plumb/transforms/formats/use_fp8.h"
 #include "plumb/transforms/module.h"
 #include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/scale_causes.h"
 #include "plumb/transforms/track/track_scales.h"

@@ -60,7 +60,8 @@ struct ExportedProgram {
 struct LoadOptions {
   std::string model;                 // which program of the archive; "" for the only one, or "model"
   std::optional<at::Device> device;  // where tensors and device arguments go; nothing: as in the file
-  uint64_t max_inflated_bytes = 0;   // bound for compressed archives; 0: 64 MiB and 64 times the file
+  // Most bytes that compressed entries inflate to and JSON takes as documents; 0: 128 MiB and 16 times the file.
+  uint64_t max_memory_bytes = 0;
 };
 
 // Throws Error(BadFile) naming file, place and remedy: files that are damaged, inconsistent, of another schema than

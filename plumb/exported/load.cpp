@@ -402,7 +402,7 @@ class Loader {
 
 ExportedProgram load_pt2(const std::string& path, const LoadOptions& options) {
   try {
-    const ZipFile zip(path, options.max_inflated_bytes);
+    const ZipFile zip(path, options.max_memory_bytes);
     check_archive(zip);
     const std::string name = choose_model(zip, options.model);
     const std::string record = "models/" + name + ".json";

@@ -5,6 +5,7 @@
 
 #include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 
 // libtorch_cpu carries miniz; this is its one-call inflater. Flags 0: raw deflate data, output not a ring.
 extern "C" size_t tinfl_decompress_mem_to_mem(void* out, size_t out_size, const void* in, size_t in_size, int flags);
@@ -13,7 +14,6 @@ namespace plumb {
 namespace {
 
 constexpr uint32_t kEndOfDirectory = 0x06054b50, kEnd64 = 0x06064b50, kEnd64Locator = 0x07064b50;
-constexpr uint64_t kMostParsed = uint64_t{64} << 20;
 constexpr uint32_t kDirectoryEntry = 0x02014b50, kLocalHeader = 0x04034b50;
 
 uint16_t u16(const unsigned char* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
@@ -45,10 +45,10 @@ void ZipFile::read_at(uint64_t offset, void* into, uint64_t size) const {
   if (size) std::memcpy(into, memory_.data() + offset, size);
 }
 
-ZipFile::ZipFile(std::string path, uint64_t max_inflated) : path_(std::move(path)) {
+ZipFile::ZipFile(std::string path, uint64_t max_memory) : path_(std::move(path)) {
   file_.emplace(path_);
   file_size_ = file_->size();
-  open(max_inflated);
+  open(max_memory);
 }
 
 ZipFile::ZipFile(std::string name, std::string_view bytes)
@@ -56,7 +56,8 @@ ZipFile::ZipFile(std::string name, std::string_view bytes)
   open(0);
 }
 
-void ZipFile::open(uint64_t max_inflated) {
+void ZipFile::open(uint64_t max_memory) {
+  max_memory_ = max_memory ? max_memory : (uint64_t{128} << 20) + 16 * file_size_;
   const uint64_t tail_size = std::min<uint64_t>(file_size_, 22 + 65535 + 20);
   std::vector<unsigned char> tail(tail_size);
   read_at(file_size_ - tail_size, tail.data(), tail_size);
@@ -79,7 +80,7 @@ void ZipFile::open(uint64_t max_inflated) {
   }
   if (offset > limit || size > limit - offset || count > size / 46) fail("has a directory that does not fit the file");
   read_directory(offset, size, count);
-  check_layout(offset, max_inflated);
+  check_layout(offset);
 }
 
 void ZipFile::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
@@ -145,22 +146,16 @@ void ZipFile::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
   }
 }
 
-void ZipFile::check_layout(uint64_t directory_offset, uint64_t max_inflated) {
+void ZipFile::check_layout(uint64_t directory_offset) {
   if (entries_.empty()) fail("is an empty archive");
   std::vector<const ZipEntry*> by_offset;
   for (const ZipEntry& e : entries_) by_offset.push_back(&e);
   std::sort(by_offset.begin(), by_offset.end(), [](auto* a, auto* b) { return a->offset < b->offset; });
-  uint64_t inflated = 0;
-  const uint64_t most = max_inflated ? max_inflated : (uint64_t{64} << 20) + 64 * file_size_;
   for (size_t i = 0; i < by_offset.size(); ++i) {
     const ZipEntry& e = *by_offset[i];
     const uint64_t next = i + 1 < by_offset.size() ? by_offset[i + 1]->offset : directory_offset;
     if (e.offset + e.stored_size > next) fail("overlaps with another entry", e.name);
-    inflated += e.deflated ? e.size : 0;
-    if (inflated > most) {
-      throw Error(ErrorKind::BadFile, path_ + ": inflates to more than " + std::to_string(most) + " bytes",
-                  "entry " + e.name, "raise the limit if the file is meant to be so");
-    }
+    if (e.deflated) ask(e.size, e.name);
   }
   const std::string& first = entries_.front().name;
   const size_t slash = first.find('/');
@@ -189,18 +184,17 @@ std::string ZipFile::read(const ZipEntry& entry) const {
 }
 
 std::string ZipFile::read_text(const ZipEntry& entry) const {
-  const uint64_t most = (uint64_t{1} << 20) + 16 * file_size_;
-  if (entry.size > most)
-    fail("inflates to more than the " + std::to_string(most) + " bytes that a text may have", entry.name);
   std::string text = read(entry);
-  // Parsed, a value takes up to 64 bytes beside its own text.
-  const auto values = std::ranges::count_if(text, [](char c) { return c == ',' || c == ':' || c == '[' || c == '{'; });
-  const uint64_t parsed = text.size() + 64 * static_cast<uint64_t>(values);
-  if (parsed > kMostParsed + 32 * file_size_)
-    fail("is a document of about " + std::to_string(parsed) + " bytes in memory, more than a file of " +
-             std::to_string(file_size_) + " bytes may ask for",
-         entry.name);
+  ask(json_memory(text), entry.name);
   return text;
+}
+
+void ZipFile::ask(uint64_t bytes, const std::string& entry) const {
+  if ((asked_ += bytes) <= max_memory_) return;
+  throw Error(ErrorKind::BadFile,
+              path_ + ": asks for more than the " + std::to_string(max_memory_) + " bytes of memory that a file of " +
+                  std::to_string(file_size_) + " bytes may take",
+              "entry " + entry, "an archive that is not compressed; in C++ also LoadOptions::max_memory_bytes");
 }
 
 void ZipFile::read_into(const ZipEntry& entry, void* into) const {

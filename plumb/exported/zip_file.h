@@ -1,6 +1,7 @@
 // Reads untrusted zip archives.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -22,12 +23,12 @@ struct ZipEntry {
 };
 
 // Every number in the archive is checked against the file's size when it is opened: entries lie inside the file, do not
-// overlap, have distinct plain names (no "..", no absolute paths), and the sum of inflated sizes is bounded by
-// `max_inflated` (0: 64 MiB and 64 times the file), so a small file cannot ask for much memory. Checksums are verified
-// on reading. Zip64, stored and deflated entries; no encryption. Throws Error (BadFile).
+// overlap, and have distinct plain names (no "..", no absolute paths). What entries inflate to and what texts become as
+// documents takes `max_memory` bytes together (0: 128 MiB and 16 times the file), so a small file cannot ask for much.
+// Checksums are verified on reading. Zip64, stored and deflated entries; no encryption. Throws Error (BadFile).
 class ZipFile {
  public:
-  explicit ZipFile(std::string path, uint64_t max_inflated = 0);
+  explicit ZipFile(std::string path, uint64_t max_memory = 0);
   // An archive in memory, which must outlive this; `name` is for messages.
   ZipFile(std::string name, std::string_view bytes);
   ZipFile(const ZipFile&) = delete;
@@ -42,22 +43,25 @@ class ZipFile {
   const ZipEntry* find(std::string_view name) const;
   const ZipEntry& get(std::string_view name) const;  // throws
   std::string read(const ZipEntry& entry) const;
-  // Returns the text of an entry. Throws if it inflates beyond 1 MiB + 16 x the file's size, or if its values may take
-  // more than 64 MiB + 32 x the file's size when they are parsed.
+  // Returns the text of an entry for parse_json(). Throws if its document would take too much memory.
   std::string read_text(const ZipEntry& entry) const;
   // `into` has room for entry.size bytes.
   void read_into(const ZipEntry& entry, void* into) const;
 
  private:
   [[noreturn]] void fail(const std::string& what, const std::string& entry = "") const;
-  void open(uint64_t max_inflated);
+  void open(uint64_t max_memory);
+  // Throws if the file has asked for more memory than it may.
+  void ask(uint64_t bytes, const std::string& entry) const;
   void read_at(uint64_t offset, void* into, uint64_t size) const;
   void read_directory(uint64_t offset, uint64_t size, uint64_t count);
-  void check_layout(uint64_t directory_offset, uint64_t max_inflated);
+  void check_layout(uint64_t directory_offset);
 
   std::string path_;
   std::optional<InputFile> file_;  // none where the bytes are in memory
   uint64_t file_size_ = 0;
+  uint64_t max_memory_ = 0;
+  mutable std::atomic<uint64_t> asked_ = 0;  // bytes so far
   std::string_view memory_;
   std::string top_;
   std::vector<ZipEntry> entries_;

@@ -167,6 +167,8 @@ constexpr OperatorGroup kGroups[] = {
      "rms_norm_backward silu_backward silu_glu_backward softmax_backward",
      {.refused = kTrustsSaved}},
 
+    {"aten::", "_cummax_helper _cummin_helper", {.refused = "it writes into tensors without asking whether they fit"}},
+
     // --- operators that a file may name, and no more ---
     {"aten::",
      "__and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__ "
@@ -174,7 +176,7 @@ constexpr OperatorGroup kGroups[] = {
      "_assert_tensor_metadata _autocast_to_full_precision _autocast_to_reduced_precision _batch_norm_no_update "
      "_batch_norm_with_update _batch_norm_with_update_functional _cast_Byte _cast_Char _cast_Double _cast_Float "
      "_cast_Half _cast_Int _cast_Long _cast_Short _cdist_forward _chunk_cat _compute_linear_combination _conj "
-     "_conj_copy _conj_physical _ctc_loss _cummax_helper _cummin_helper _dim_arange _dirichlet_grad "
+     "_conj_copy _conj_physical _ctc_loss _dim_arange _dirichlet_grad "
      "_efficientzerotensor _embedding_bag _embedding_bag_forward_only _euclidean_dist _fft_c2c _fft_c2r _fft_r2c "
      "_foreach_abs _foreach_acos _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_asin _foreach_atan "
      "_foreach_ceil _foreach_clamp_max _foreach_clamp_min _foreach_clone _foreach_copy _foreach_cos _foreach_cosh "

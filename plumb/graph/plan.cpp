@@ -11,6 +11,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
+#include "plumb/graph/describe.h"
 #include "plumb/graph/dispatch_keys.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/tensors/node_seeds.h"
@@ -144,7 +145,7 @@ struct Plan::Impl {
   // searches the arguments, which may be on the stack still.
   [[noreturn]] static void fail(const Label& label, const torch::jit::Stack& stack, const c10::Error& e) {
     if (label.rows < 0 || !dynamic_cast<const c10::IndexError*>(&e))
-      throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
+      throw Error(ErrorKind::ExecutionFailed, label.node + ": " + error_text(e), label.where);
     std::string index = "an index";
     for (const IValue& v : stack) {
       if (!v.isTensor() || !v.toTensor().defined()) continue;

@@ -218,6 +218,19 @@ TEST(Plan, NamesTheIndexThatATableDoesNotHave) {
   }
 }
 
+TEST(Plan, SaysAnAssertionOfTorchsAsWordsAboutTheArguments) {
+  const std::string text = "graph { %x = placeholder \"x\" %y = aten::_add_relu.Scalar(%x, 1) output(%y) }";
+  try {
+    run1(text, State(), {at::ones({3}, at::kBool)});
+    FAIL() << "torch takes it now";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::ExecutionFailed);
+    EXPECT_THAT(e.what(), HasSubstr("%y"));
+    EXPECT_THAT(e.what(), HasSubstr("torch's kernel does not take these arguments: Unsupported datatype for add_relu"));
+    EXPECT_THAT(e.what(), testing::Not(HasSubstr("ASSERT")));
+  }
+}
+
 TEST(TreeSpec, IsTorchsOwnJsonBothWays) {
   // Written by torch.utils._pytree.treespec_dumps.
   const std::string text =

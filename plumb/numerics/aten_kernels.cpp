@@ -178,7 +178,7 @@ Tensor exact_power(const Tensor& exponent) {
   using F = FloatTraits<T>;
   const Tensor field = exponent.to(Types<T>::bits) + F::bias;
   const Tensor bits = field.bitwise_left_shift(F::mantissa);
-  // Of what blocks ask for, 2^-127 alone is a subnormal, of float.
+  // Blocks ask for one subnormal alone, 2^-127 of float.
   return at::where(field > 0, bits, at::full_like(bits, int64_t(1) << (F::mantissa - 1))).view(Types<T>::value);
 }
 

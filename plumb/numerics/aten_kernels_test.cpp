@@ -92,7 +92,7 @@ std::array<uint32_t, 4> philox(std::array<uint32_t, 4> c, uint32_t k0, uint32_t 
 }
 
 TEST(AtenKernels, RandomWordsArePhiloxOfSeedAndPlace) {
-  // The answers that the authors' library is tested with.
+  // The results that the authors' library is tested with.
   EXPECT_EQ(philox({0, 0, 0, 0}, 0, 0), (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
   EXPECT_EQ(philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, 0xffffffff, 0xffffffff),
             (std::array<uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));

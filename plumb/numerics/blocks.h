@@ -2,7 +2,7 @@
 //
 // Blocks run along one dimension and start at its beginning; the last may be shorter. A block of zeros has the smallest
 // scale. Infinity counts as the largest value of the tensor's dtype when the scale is chosen and then overflows as in
-// any format; NaN does not count, stays NaN and leaves its neighbours alone. Elements are computed as x / scale,
+// any format; NaN does not count, stays NaN and leaves its neighbors alone. Elements are computed as x / scale,
 // rounded, times the scale: in float32, for float64 tensors in float64. Powers of two are exact there.
 #pragma once
 

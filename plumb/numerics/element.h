@@ -112,7 +112,7 @@ inline uint32_t random_word(uint64_t seed, uint64_t i) {
   return random_words(seed, i / kRandomGroup * lanes + i % lanes).word[i % kRandomGroup / lanes];
 }
 
-// Of the 2^32 words those up to this one are a probability, in steps of 2^-32 and at least one.
+// Returns the last of the 2^32 words that make up a probability, in steps of 2^-32 and at least one.
 inline uint32_t last_word_of(double probability) {
   const double words = probability * 0x1p32 + 0.5;
   return words < 2 ? 0 : words >= 0x1p32 ? 0xffffffff : uint32_t(uint64_t(words) - 1);
@@ -287,7 +287,7 @@ inline Finished finish(const Partial& p, int64_t numel) {
     return {infinity, both ? nan : infinity, nan, infinity, p.abs_min};
   }
   const double mean_abs = p.sum_abs / double(numel), mean = p.mean < 0 ? -p.mean : p.mean, apart = mean_abs - mean;
-  // Of values of one sign these are one number, gathered in two ways.
+  // For values of one sign both are the same number, gathered in two ways.
   const double abs_mean = (apart < 0 ? -apart : apart) <= 1e-11 * mean_abs ? mean_abs : mean;
   const double m2 = p.m2 > 0 ? p.m2 : 0;
   return {mean_abs, abs_mean, numel > 1 ? __builtin_sqrt(m2 / double(numel - 1)) : nan, p.abs_max, p.abs_min};
@@ -326,8 +326,8 @@ struct Scaler {
         round_scale(block.scale_rounding),
         limit(to_bits(T(block.largest))) {}
 
-  // Values are multiplied by `down` (divided by it, where scales are no powers of two) and later by `up`. Answers the
-  // scale's code.
+  // Returns the scale's code. Values are multiplied by `down` (divided by it if scales are no powers of two) and later
+  // by `up`.
   inline uint8_t scale(BitsOf<T> largest, T& down, T& up) const {
     if (largest > limit) largest = limit;
     if (spec.power_of_two) {

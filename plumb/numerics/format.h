@@ -29,7 +29,7 @@ enum class Encoding {
   Finite,  // bias 2^(E-1)-1, every code finite: the elements of MXFP6 and MXFP4 (OCP MX 1.0, 5.3)
 };
 
-// A scale that a block of neighbouring values shares: their elements are the values divided by it.
+// A scale that a block of neighboring values shares: their elements are the values divided by it.
 enum class BlockScale {
   None,
   // 2^(floor(log2(the block's largest)) - the largest element's exponent), within 2^-127..2^127: an E8M0 code
@@ -50,7 +50,7 @@ struct FPFormat {
   Encoding encoding = Encoding::Plain;
   bool saturate = true;  // beyond max_absolute_value: true: +-max; false: infinity, or NaN where there is none
   BlockScale block_scale = BlockScale::None;
-  int block_size = 0;  // neighbours along one dimension that share a scale; 0: none do
+  int block_size = 0;  // neighbors along one dimension that share a scale; 0: none do
 
   // Member of the plain family. srbits 0 means all bits (23 - mantissa_bits). Throws Error(InvalidArgument) for bits
   // out of range and for srbits without stochastic rounding.

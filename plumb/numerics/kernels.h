@@ -28,7 +28,7 @@ struct RoundingSpec {
   double overflow;  // what larger values become: max, infinity or NaN
 };
 
-// How blocks of neighbours share a scale.
+// How blocks of neighbors share a scale.
 struct BlockSpec {
   int size;              // 32 where scales are powers of two, else 16
   bool power_of_two;     // else scales are rounded as scale_rounding says, in units of one number for the tensor

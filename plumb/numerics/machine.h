@@ -1,4 +1,4 @@
-// What the bits of torch's own products depend on besides their inputs: libraries choose kernels by the CPU, and the
+// The causes of torch's own products' bits besides their inputs: libraries choose kernels by the CPU, and the
 // environment can ask for others (docs/determinism.md). plumb's own kernels have the same bits everywhere.
 #pragma once
 

@@ -88,7 +88,7 @@ double weighted_share(const TensorMetrics& metrics, const Weight& weight) {
   return sum / double(metrics.numel);
 }
 
-// What a format's elements are multiplied by: where blocks share scales, as if the whole tensor were one block.
+// Returns the factor of a format's elements: if blocks share scales, as if the whole tensor were one block.
 double element_scale(const TensorMetrics& metrics, const FPFormat& format) {
   if (!format.has_blocks() || !(metrics.abs_max > 0) || !std::isfinite(metrics.abs_max)) return 1;
   if (format.block_scale == BlockScale::E4M3) return metrics.abs_max / format.max_absolute_value();

@@ -129,7 +129,7 @@ TEST(Stochastic, GoesToOneOfTheTwoNeighboursAndIsRightInTheMean) {
       const double far = sign > 0 ? y.max().item<double>() : y.min().item<double>();
       const int64_t low = (y == down).sum().item<int64_t>(), high = (y == far).sum().item<int64_t>();
       EXPECT_EQ(low + high, n) << text << " " << value;
-      // The far neighbour is the next value of the format.
+      // The far neighbor is the next value of the format.
       EXPECT_EQ(reference::round((down + far) / 2, format.with_rounding(Rounding::TowardZero)), down) << text;
       EXPECT_EQ(reference::round(far, format.with_rounding(Rounding::TowardZero)), far) << text;
       const double p = (v - down) / (far - down), steps = std::ldexp(1.0, -std::min(format.srbits, 20));

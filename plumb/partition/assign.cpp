@@ -41,8 +41,7 @@ std::vector<size_t> cuts_by_stack(const std::vector<Node*>& ops, const std::stri
   return cuts;
 }
 
-// Returns the cuts by parameters: at the first or last node that uses one under the path, itself or through a view (a
-// transpose).
+// Returns the cuts by parameters: at the first or last node that uses one under the path, also through a view.
 std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std::string& path, SplitPoint point) {
   std::unordered_set<const Value*> views;
   std::optional<size_t> first, last;

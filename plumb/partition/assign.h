@@ -21,7 +21,8 @@ struct Assignment {
   std::vector<std::string> notes;              // cuts that were moved
 };
 
-// Nodes that depend on no input and no gradient, draw nothing, write nothing and are cheap enough to be made twice.
+// Returns nodes that depend on no input and no gradient, draw nothing, write nothing and are cheap enough to be made
+// twice.
 std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& state, const MemorySets& memory);
 
 // Returns the nodes that get a stage, in graph order: operators but marks and those that are copied.

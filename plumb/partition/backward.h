@@ -40,8 +40,8 @@ struct SymbolicBackward {
   std::string to_string(const PipeTable& table) const;
 };
 
-// Stages that cannot contribute to the loss have no step. Throws Error(InvalidState) if the table has no loss or it
-// is a constant.
+// Stages that cannot contribute to the loss have no step. Throws Error(InvalidState) without a loss or for a constant
+// one.
 SymbolicBackward make_backward(const PipeTable& table);
 
 // Runs a pipe with its stages apart for autograd, as on separate ranks: every value that enters a stage is cut off from

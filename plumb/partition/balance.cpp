@@ -34,8 +34,7 @@ struct Row {
   std::vector<ParameterUse> parameters;  // by op
 };
 
-// Returns whether the elements fill the memory from the first to the last, in any order of dimensions. Expanded ones
-// count once.
+// Returns whether the elements fill the memory, in any order of dimensions. Expanded dimensions count once.
 bool is_dense(const TensorMeta& meta) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (size_t d = 0; d < meta.strides.size(); ++d) {

@@ -23,8 +23,7 @@ struct BalanceOptions {
   double bytes_per_parameter_byte = 4;
   // Microbatches whose activations a stage holds at once; default: as in 1F1B, stages - stage.
   std::function<int(int stage)> in_flight;
-  // Places considered for a cut, at most. Beyond, the cheapest boundary in each of so many equally costly stretches is
-  // taken.
+  // Places considered for a cut, at most. Beyond, the cheapest boundary in each of that many equally costly stretches.
   size_t max_places = 1024;
 };
 

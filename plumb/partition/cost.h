@@ -27,7 +27,7 @@ struct GraphCost {
   double flops() const;
 };
 
-// Bytes of a tensor; 0 if its shape is not known.
+// Returns the bytes of a tensor; 0 if its shape is not known.
 int64_t bytes_of(const std::optional<TensorMeta>& meta);
 
 struct Machine {
@@ -36,10 +36,10 @@ struct Machine {
   double seconds_per_operator = 5e-6;
 };
 
-// From shapes: the slower of arithmetic and memory traffic, plus a fixed share for each operator. Backward counts twice
-// the forward for operators with a gradient. Shapes come from the graph's own metadata; where those are missing, the
-// graph is run once on `inputs` made meta tensors (an operator without a meta kernel in C++ on zeros). Throws
-// Error(InvalidArgument) if shapes are missing and inputs too.
+// Estimates costs from shapes: the slower of arithmetic and memory traffic, plus a fixed share for each operator.
+// Backward counts twice the forward for operators with a gradient. Shapes come from the graph's own metadata; where
+// those are missing, the graph is run once on `inputs` made meta tensors (an operator without a meta kernel in C++ on
+// zeros). Throws Error(InvalidArgument) if shapes are missing and inputs too.
 GraphCost estimate_cost(const GraphModule& module, const std::vector<c10::IValue>& inputs = {},
                         const Machine& machine = {});
 

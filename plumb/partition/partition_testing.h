@@ -60,9 +60,10 @@ inline std::vector<c10::IValue> fresh(const std::vector<c10::IValue>& inputs) {
   return copies;
 }
 
-// Output 0 is the loss. Steps twice (so that buffers go on from what the first step left) and runs once more without
-// loss. Compares outputs, gradients of inputs and of every parameter, buffers, inputs written: all bit for bit. Names
-// what differs; "" if nothing does. `gradient_slack` is what gradients may differ by, relative to the largest element.
+// Splits, and compares with the whole. Output 0 is the loss. Steps twice (so that buffers go on from the first step's)
+// and runs once more without loss. Compares outputs, gradients of inputs and of every parameter, buffers, inputs
+// written: all bit for bit. Names what differs; "" if nothing does. `gradient_slack` is what gradients may differ by,
+// relative to the largest element.
 inline std::string difference(const GraphModule& module, SplitOptions options, const std::vector<c10::IValue>& inputs,
                               std::shared_ptr<Pipe>* made = nullptr, double gradient_slack = 0.0) {
   auto whole = module.deep_copy();

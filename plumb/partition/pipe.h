@@ -1,5 +1,4 @@
-// A graph cut into stages: runs here as the reference, hands out its stages, moves them, and gives the whole model
-// back.
+// A graph cut into stages: runs here as the reference, hands out its stages, moves them, and restores the whole model.
 #pragma once
 
 #include <memory>
@@ -65,10 +64,9 @@ class Pipe {
   bool has_loss_and_backward() const { return backward_.has_value(); }
   // Throws Error(InvalidState) if the pipe has no loss.
   const SymbolicBackward& backward() const;
-  // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward.
-  // Accumulates into the parameters' `.grad`, replicated ones included: every copy gets the sum.
-  // Outputs and gradients are equal, bit for bit, to those of the undivided graph and its
-  // backward().
+  // Runs one microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward. Accumulates into
+  // the parameters' `.grad`, replicated ones included: every copy gets the sum. Outputs and gradients equal those of
+  // the undivided graph and its backward(), bit for bit.
   BackwardResult run_with_backward(std::vector<c10::IValue> inputs) const;
 
   // --- state ---
@@ -84,7 +82,7 @@ class Pipe {
   void move_stage(int index, at::Device device);
   void to(at::Device device);
 
-  // Top graph, ports, stages and backward as text.
+  // Returns top graph, ports, stages and backward as text.
   std::string print_readable() const;
   // Returns the text of one stage's graph.
   std::string stage_text(int index) const;

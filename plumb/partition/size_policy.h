@@ -13,7 +13,7 @@ namespace plumb {
 // Cuts into `stages` stages of about the same size. Returns the values whose operators come after the cuts: fewer if
 // the graph has fewer operators with parameters. Throws Error(InvalidArgument) for less than one stage.
 std::vector<std::string> cuts_of_equal_size(const GraphModule& module, int stages);
-// Stages of at most `bytes` bytes; one operator's own may be more.
+// Cuts into stages of at most `bytes` bytes; one operator's own may be more.
 std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes);
 
 // Returns the module with marks (plumb::pipe_split) before the operators that make these values, and no others: what

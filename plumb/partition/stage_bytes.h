@@ -25,7 +25,7 @@ struct StagePackage {
 // Error(Unsupported) for a tensor without a dense layout.
 std::string serialize_stage(const Pipe& pipe, int index);
 
-// Throws Error(BadFile) that says what is wrong; the bytes may come from anywhere.
+// Throws Error(BadFile) that says what is wrong; the bytes are untrusted.
 StagePackage deserialize_stage(std::string_view bytes);
 
 }  // namespace plumb

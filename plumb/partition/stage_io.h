@@ -44,8 +44,7 @@ struct PortUse {
   auto operator<=>(const PortUse&) const = default;
 };
 
-// One output of a stage. Consumers are later stages; for the last stage: the flat outputs of the whole graph that it
-// is.
+// One output of a stage. Consumers are later stages; for the last stage: flat outputs of the whole graph.
 struct StageOutputPort {
   std::string name;
   ValueType type = ValueType::Tensor;
@@ -62,7 +61,7 @@ struct StageIO {
   bool operator==(const StageIO&) const = default;
 };
 
-// A flat output of the whole graph: an output of the last stage (values of earlier stages are handed through it), or a
+// A flat output of the whole graph: an output of the last stage (through which values of earlier stages pass), or a
 // constant (None, a number).
 struct PipelineOutput {
   std::optional<size_t> port;  // of the last stage
@@ -94,8 +93,8 @@ struct PipeTable {
   static PipeTable from_json(const std::string& text);
 };
 
-// Non-tensor values that cross between stages (symbolic sizes, flags) travel as 0-dim tensors on the CPU: int64,
-// float64 or bool. Throws Error(Partition) for a value that has no such form.
+// Packs a value that is no tensor and crosses between stages (symbolic sizes, flags) as a 0-dim tensor on the CPU:
+// int64, float64 or bool. Throws Error(Partition) for a value that has no such form.
 at::Tensor pack_value(const c10::IValue& value);
 c10::IValue unpack_value(const at::Tensor& tensor, ValueType type);
 

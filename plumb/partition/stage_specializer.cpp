@@ -238,8 +238,7 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
   const std::string what = str("stage ", index, " needs a graph for ", describe(inputs));
   std::shared_ptr<Pipe> pipe;
   try {
-    // The modes of the cut, no matter what runs around the stage: evaluation, a mixed region, the recomputation of
-    // cheap results.
+    // The modes of the cut, no matter what runs around the stage: evaluation, a mixed region, recomputation.
     const c10::InferenceMode outside(false);
     const at::AutoGradMode grad(true);
     const c10::impl::ExcludeDispatchKeyGuard unnoticed(kRecomputeKey);

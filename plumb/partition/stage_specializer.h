@@ -31,8 +31,7 @@ ModelSizes unpack_sizes(at::IntArrayRef row);
 
 class StageSpecializer {
  public:
-  // Captures the model for these flat inputs and cuts it as the pipe was cut. Returns null if the model no longer
-  // exists.
+  // Captures the model for these flat inputs and cuts it as the pipe was cut. Returns null if the model is gone.
   using Cut = std::function<std::shared_ptr<Pipe>(const std::vector<c10::IValue>& inputs)>;
 
   // `example`: flat inputs as those the pipe was captured with; it is tiled or narrowed to other sizes. `same_names`:
@@ -86,8 +85,8 @@ class StageSpecializer {
 namespace specializer_detail {
 
 std::vector<bool> modes_of(const torch::nn::Module& model);
-// Sets the modes, and at the end of the scope the modes of before. Throws Error(InvalidState) if the model has other
-// modules now.
+// Sets the modes, and restores them at the end of the scope. Throws Error(InvalidState) if the model has other modules
+// now.
 class WithModes {
  public:
   WithModes(torch::nn::Module& model, const std::vector<bool>& modes);

@@ -1,4 +1,4 @@
-// Formats of what crosses between the stages of a pipeline.
+// Formats of the values that cross between the stages of a pipeline.
 //
 // A value that goes from one stage to another is rounded to `fwd`, the gradient that comes back for it to `bwd`,
 // whether both stages are in one process or not. So the rounding is a part of the model, and between processes the
@@ -33,7 +33,7 @@ const FPFormat* wire_format(const std::string& text);
 // Returns whether values of this dtype are rounded on the wire.
 bool has_wire_codes(at::ScalarType dtype);
 
-// `value` as it arrives: rounded to `fwd`, its gradient to `bwd`; recorded by autograd.
+// Returns `value` as it arrives: rounded to `fwd`, its gradient to `bwd`; recorded by autograd.
 at::Tensor over_the_wire(const at::Tensor& value, const WireFormats& formats);
 
 // Returns the values that cross between stages: formats, names, and sizes and bytes of one microbatch if the sizes are

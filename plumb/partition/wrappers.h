@@ -11,7 +11,7 @@
 
 namespace plumb {
 
-// A sequence with a mark between any two neighbours: one stage a module. Every module takes and gives one tensor.
+// A sequence with a mark between any two neighbors: one stage a module. Every module takes and gives one tensor.
 struct PipeSequentialImpl : torch::nn::SequentialImpl {
   using SequentialImpl::SequentialImpl;
   at::Tensor forward(at::Tensor input) {

@@ -53,7 +53,7 @@ void define_backward(torch::Library& library, const std::string& schema, Kernel 
             torch::CppFunction::makeFromBoxedFunction<&gradient_sizes<layout>>());
 }
 
-// t * s: in place where t is a fresh result nobody else holds and autograd does not watch.
+// Returns t * s: in place if t is a fresh result with no other owner and autograd does not watch.
 at::Tensor scaled(at::Tensor fresh, double s);
 
 }  // namespace plumb

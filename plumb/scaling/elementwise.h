@@ -21,7 +21,7 @@ struct ElementwiseFunction {
 
 std::span<const ElementwiseFunction> elementwise_functions();
 
-// By the name without or with "plumb::". Null if there is none.
+// Finds a row by its name without or with "plumb::". Null if there is none.
 const ElementwiseFunction* try_find_elementwise(std::string_view name);
 // Throws Error(UnknownName) if there is none.
 const ElementwiseFunction& find_elementwise(std::string_view name);

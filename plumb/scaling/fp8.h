@@ -1,7 +1,6 @@
-// Codes of FP8 as the operands of products: who multiplies them, and the codes of weights, which are made once.
+// Codes of FP8 as the operands of products: their kernels, and the codes of weights, which are made once.
 //
-// A code is a byte as plumb::encode makes it; for e4m3fn and e5m2 it is the byte of torch's float8_e4m3fn and
-// float8_e5m2.
+// A code is a byte as plumb::encode makes it, for e4m3fn and e5m2 that of torch's float8_e4m3fn and float8_e5m2.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +17,7 @@ namespace plumb {
 //   Decoded   the product of the values, as the simulation computes it: bit for bit the same.
 //   Auto      ScaledMM on devices with FP8 units (asked once a device), Decoded elsewhere and for float64.
 enum class Fp8Kernel { Auto, ScaledMM, Decoded };
-// "auto", "scaled_mm" or "decoded"; else Error(InvalidArgument).
+// Parses "auto", "scaled_mm" or "decoded"; else Error(InvalidArgument).
 Fp8Kernel parse_fp8_kernel(std::string_view text);
 
 // Returns the format "e4m3fn" or "e5m2", with any rounding. Throws Error(InvalidArgument) for another text.
@@ -32,9 +31,9 @@ at::ScalarType fp8_dtype(const FPFormat& format);
 // product of each pair of formats.
 bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
 
-// alpha * a @ b by _scaled_mm, of matrices of codes (uint8) or equal batches of them. Dimensions that the units do not
-// take (no multiple of 16) are filled up with zeros, and the second operand is copied where it does not lie column by
-// column. dtype: of the result; float32, bfloat16 or float16.
+// Returns alpha * a @ b by _scaled_mm, of matrices of codes (uint8) or equal batches of them. Dimensions that the units
+// do not take (no multiple of 16) are filled up with zeros, and the second operand is copied where it does not lie
+// column by column. dtype: of the result; float32, bfloat16 or float16.
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
                      double alpha, at::ScalarType dtype);
 

@@ -29,7 +29,7 @@ struct DelayedCodes {
   // Returns the values that the codes stand for.
   at::Tensor values(const FPFormat& format, at::ScalarType dtype) const;
 };
-// update: the largest magnitude of x enters the state, and the next cast's scale is computed. Nothing waits for x's
+// update: the largest magnitude of x enters the state, which gives the next cast's scale, without waiting for x's
 // device.
 DelayedCodes cast_delayed(const at::Tensor& x, const FPFormat& format, const at::Tensor& state, DelayedRow row,
                           bool update);

@@ -23,7 +23,7 @@ enum class Fp8Recipe {
   MxUp,        // the same, 2^ceil(log2(largest / the format's largest)): nothing overflows
   Delayed,     // one for the whole, from the largest values of earlier casts: fp8_delayed.h, not cast_scaled()
 };
-// "tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up", "delayed"; else Error(InvalidArgument).
+// Parses "tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up", "delayed"; else Error(InvalidArgument).
 Fp8Recipe parse_fp8_recipe(std::string_view text);
 std::vector<std::string> fp8_recipes();
 

@@ -21,11 +21,11 @@ inline bool present(const OptionalTensor& t) { return t.has_value() && t->define
 std::vector<double> choose_scales(const char* op, const OptionalScales& given, const OptionalName& constraint,
                                   size_t constrained, std::vector<double> rule);
 
-// alpha * a @ b, for matrices and for equal batches of them. The factor is part of the product.
+// Returns alpha * a @ b, for matrices and for equal batches of them. The factor is part of the product.
 at::Tensor gemm(const at::Tensor& a, const at::Tensor& b, double alpha);
 at::Tensor batched_gemm(const at::Tensor& a, const at::Tensor& b, double alpha);
 
-// a * x + b * y with broadcasting; one pass where x and y are dense CPU tensors of one shape and type.
+// Returns a * x + b * y with broadcasting; one pass where x and y are dense CPU tensors of one shape and type.
 at::Tensor weighted_sum(const at::Tensor& x, double a, const at::Tensor& y, double b);
 
 // Returns whether the tensor is an ordinary one, outside of tracing and other modes, that autograd does not watch: the
@@ -37,10 +37,10 @@ std::string shape_text(const at::Tensor& tensor);
 
 [[noreturn]] void bad_shape(const char* op, const std::string& why);
 
-// The gradient of a result has the result's shape; `like` is a tensor of that shape.
+// Checks the gradient of a result, which has the result's shape; `like` is a tensor of that shape.
 void check_gradient(const char* op, const at::Tensor& grad, at::IntArrayRef like);
 
-// Schemas let every integer through as a dtype. Throws Error(InvalidArgument) for one that torch has not.
+// Throws Error(InvalidArgument) for a dtype that torch does not have: schemas let every integer through as one.
 void check_dtype(const char* op, std::optional<at::ScalarType> dtype);
 
 // Returns the number of elements before the last dimension.

@@ -15,6 +15,12 @@ namespace {
 
 using at::Tensor;
 
+void check_reduction(const char* op, int64_t reduction) {
+  if (reduction >= 0 && reduction < at::Reduction::END) return;
+  throw Error(ErrorKind::InvalidArgument, std::string(op) + ": " + std::to_string(reduction) + " is no reduction.", "",
+              "0 (none), 1 (mean) or 2 (sum)");
+}
+
 // ---- cross_entropy
 
 int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
@@ -31,7 +37,9 @@ Tensor per_class(const Tensor& weight, const Tensor& log_p) {
   return weight.view(sizes);
 }
 
-void check_cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight, double smoothing) {
+void check_cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight, int64_t reduction,
+                         double smoothing) {
+  check_reduction("cross_entropy", reduction);
   if (input.dim() == 0) bad_shape("cross_entropy", "input needs a dimension of classes.");
   if (!are_probabilities(target, input)) {
     auto expected = input.sizes().vec();
@@ -57,7 +65,7 @@ Tensor log_probabilities(const Tensor& input, double mult) {
 std::tuple<Tensor, Tensor> native_cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
                                                 int64_t reduction, int64_t ignore_index, double label_smoothing,
                                                 double mult) {
-  check_cross_entropy(input, target, weight, label_smoothing);
+  check_cross_entropy(input, target, weight, reduction, label_smoothing);
   auto log_p = log_probabilities(input, mult);
   // log_softmax of log-probabilities is the identity, but costs a pass: plain class targets go to nll_loss themselves.
   auto loss = !are_probabilities(target, input) && label_smoothing == 0
@@ -93,7 +101,7 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(const Tensor& grad, const Tens
                                                   const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
                                                   double label_smoothing, double mult, const Tensor& saved_log_p,
                                                   std::array<bool, 2> mask) {
-  check_cross_entropy(input, target, weight, label_smoothing);
+  check_cross_entropy(input, target, weight, reduction, label_smoothing);
   check_gradient("cross_entropy", saved_log_p, input.sizes());
   const int64_t dim = class_dim(input);
   const bool watched = recording(input) || recording(grad);
@@ -127,19 +135,20 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(const Tensor& grad, const Tens
 
 // ---- mse_loss
 
-void check_mse(const Tensor& input, const Tensor& target) {
+void check_mse(const Tensor& input, const Tensor& target, int64_t reduction) {
+  check_reduction("mse_loss", reduction);
   if (input.sizes() == target.sizes()) return;
   bad_shape("mse_loss", "input " + shape_text(input) + " and target " + shape_text(target) + " must have one shape.");
 }
 
 Tensor mse_loss(const Tensor& input, const Tensor& target, int64_t reduction) {
-  check_mse(input, target);
+  check_mse(input, target, reduction);
   return at::mse_loss(input, target, reduction);
 }
 
 std::tuple<Tensor, Tensor> mse_loss_backward(const Tensor& grad, const Tensor& input, const Tensor& target,
                                              int64_t reduction, std::array<bool, 2> mask) {
-  check_mse(input, target);
+  check_mse(input, target, reduction);
   const auto per_value = reduction == at::Reduction::None ? at::Reduction::None : at::Reduction::Sum;
   auto back = at::mse_loss_backward(grad * rules::mse_grad(), input, target, per_value);
   return {mask[0] ? back : Tensor(), mask[1] ? back.neg() : Tensor()};
@@ -149,6 +158,7 @@ std::tuple<Tensor, Tensor> mse_loss_backward(const Tensor& grad, const Tensor& i
 
 Tensor cross_entropy_meta(const Tensor& input, const Tensor& target, const OptionalTensor&, int64_t reduction,
                           c10::SymInt, double, double) {
+  check_reduction("cross_entropy", reduction);
   if (input.dim() == 0) bad_shape("cross_entropy", "input needs a dimension of classes.");
   auto sizes = input.sym_sizes().vec();
   sizes.erase(sizes.begin() + class_dim(input));
@@ -161,6 +171,7 @@ std::tuple<Tensor, Tensor> native_cross_entropy_meta(const Tensor& input, const 
           at::empty_like(input, {}, at::MemoryFormat::Contiguous)};
 }
 Tensor mse_loss_meta(const Tensor& input, const Tensor&, int64_t reduction) {
+  check_reduction("mse_loss", reduction);
   return reduction == at::Reduction::None ? at::empty_like(input) : input.new_empty({});
 }
 std::tuple<Tensor, Tensor> mse_loss_backward_meta(const Tensor&, const Tensor& input, const Tensor& target, int64_t,

@@ -16,7 +16,7 @@ struct CutOptions {
   WireOptions wire;                   // formats between stages
 };
 
-// Cut at the modules of `options`; without names at the graph's own marks, and without marks so that the slowest stage
+// Cuts at the modules of `options`; without names at the graph's own marks, and without marks so that the slowest stage
 // is as fast as can be. `stages` 0: as many as the cuts give; 1: not cut at all. Throws UsageError if that is not
 // `stages`, which is what `needed_by` ("--stages 2") asks for.
 std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOptions& options,

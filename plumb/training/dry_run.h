@@ -7,8 +7,7 @@
 
 namespace plumb {
 
-// Runs every stage of the job on one microbatch, in this process, and the schedule in simulation. Throws what a stage
-// throws.
+// Runs every stage of the job on one microbatch, in this process, and simulates the schedule. Throws a stage's errors.
 TrainNeeds measure_needs(const TrainOptions& options, const TrainJob& job);
 
 // Returns a table, and a sentence before it.

@@ -19,16 +19,15 @@ struct Evaluation {
 };
 
 // Runs the samples in order, each pipeline its share of the batches. Losses are taken by microbatch and summed in their
-// order, in double, so the result does not depend on stages, schedule and the number of pipelines. A last microbatch
-// that is not full is filled with rows that do not count; with --loss output, where none can be left out, it is
-// dropped.
+// order, in double, so the result does not depend on stages, schedule and the number of pipelines. Rows that do not
+// count fill a last microbatch that is not full; with --loss output, where that is impossible, it is dropped.
 class Evaluator {
  public:
-  // All ranks of `world` call it, and run().
+  // Made by all ranks of `world`, which also call run().
   Evaluator(const TrainOptions& options, const TrainJob& job, Samples& samples, const ProcessGroup& world,
             const ReplicatedGroups& groups);
-  // Parameters, buffers and the generator stay as they are. Throws UsageError if the data has no full microbatch (with
-  // --loss output) or no target that counts.
+  // Runs the evaluation; parameters, buffers and the generator stay as they are. Throws UsageError if the data has no
+  // full microbatch (with --loss output) or no target that counts.
   Evaluation run();
 
  private:

@@ -23,8 +23,8 @@ struct Fault {
   void happen() const;
 };
 
-// "kill", "stop" or "raise", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch 3) and a
-// step from 1. Throws UsageError.
+// Parses "kill", "stop" or "raise", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch
+// 3) and a step from 1. Throws UsageError.
 Fault parse_fault(const std::string& text, const TrainOptions& options, const Schedule& schedule);
 
 // Lets a rank's faults happen while its steps run.

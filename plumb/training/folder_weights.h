@@ -12,16 +12,16 @@ bool has_values(const State& state);
 // imported from. "" if the program has its weights. Throws UsageError that names --weights if the folder is missing, is
 // another model's, or is not needed.
 std::string weights_folder(const std::string& weights, const ExportedProgram& program);
-// Gives a program those of weights_folder().
+// Loads those of weights_folder() into a program.
 void load_folder_weights(const std::string& weights, const ExportedProgram& program);
-// Before processes meet: throws UsageError if weights are missing (--weights), or for --save-hf of a program that does
-// not know a folder; Error for a folder that cannot be read or written.
+// Called before processes meet: throws UsageError if weights are missing (--weights), or for --save-hf of a program
+// that does not know a folder; Error for a folder that cannot be read or written.
 void check_folders(const TrainOptions& options, const TrainJob& job);
-// Reads what this rank's stages have no values of, from --weights or the folder that was imported.
+// Reads the values that this rank's stages lack, from --weights or the folder that was imported.
 void load_folder_weights(const TrainOptions& options, const TrainJob& job, int rank);
 // After a training, called by all ranks of the first pipeline: writes the folder --save-hf together.
 void save_folder_weights(const TrainOptions& options, const TrainJob& job, const ProcessGroup& group);
-// Before every rank's stages are gathered: memory for those whose weights this rank did not read.
+// Called before every rank's stages are gathered: makes memory for those whose weights this rank did not read.
 void make_room_for_weights(const TrainJob& job);
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// The norm of a whole model's gradient, whatever the stages, and what is done with it.
+// The norm of a whole model's gradient, for any stages, and its uses.
 #pragma once
 
 #include <map>
@@ -17,13 +17,13 @@ struct ModelParameter {
   int stage = 0;        // the first that holds it
   std::string held_as;  // its name there
 };
-// In the model's order; those that no stage uses are left out.
+// Returns them in the model's order; those that no stage uses are left out.
 std::vector<ModelParameter> trained_parameters(const GraphModule& model, const Pipe& pipe);
 
-// Every rank's numbers: `values[i]` is that of rank `owners[i]`, on all of them. All ranks call it.
+// Shares every rank's numbers: `values[i]` is that of rank `owners[i]`, on all of them. All ranks call it.
 void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, std::vector<double>& values);
 
-// Rank 0's number, on all ranks. All ranks call it.
+// Returns rank 0's number, on all ranks. All ranks call it.
 int64_t of_rank_0(const ProcessGroup& group, int64_t number);
 
 // Returns the sum of the squares in double, in an order that depends on the number of elements alone (not on threads).

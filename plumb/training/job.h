@@ -63,14 +63,14 @@ TrainJob prepare_job(const TrainOptions& options, TrainParts parts, const TrainH
 
 // Writes the program with the pipe's weights to options.save.
 void save_trained(const TrainOptions& options, const TrainJob& job);
-// The pipe's weights into the program's own tensors, where these are others.
+// Copies the pipe's weights into the program's own tensors, if these are others.
 void take_trained(const TrainJob& job);
 
-// A process writes its own history: it has one writer.
+// Returns the path of this process's own history: each has one writer.
 std::string history_file(const TrainOptions& options, int rank);
-// Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay those of one
-// history. Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its
-// rank's name.
+// Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay one history.
+// Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its rank's
+// name.
 std::string history_to_go_on_with(const TrainOptions& options, int rank, int64_t after);
 
 }  // namespace plumb

@@ -27,8 +27,7 @@ TrainResult train_lasting(const TrainOptions& options, const TrainHooks& hooks, 
 // Returns the most processes, at most `left`, that the training can be run on with the bits of the options' own layout:
 // fewer stages, or with one stage fewer replicas. 0: none.
 int fewer_processes(const TrainOptions& options, int left);
-// Its options on so many: the cut balanced anew, the schedule the one of plumb's that is quickest for stages of equal
-// cost.
+// Returns its options on `processes`: the cut balanced anew, the schedule plumb's quickest for stages of equal cost.
 TrainOptions options_for(const TrainOptions& options, int processes);
 
 }  // namespace plumb

@@ -33,7 +33,7 @@ class Optimizer {
   // `parameters`: this rank's. With none, every call does nothing.
   Optimizer(const TrainOptions& options, bool tagged, NamedTensors parameters);
 
-  // Every parameter's rate as this share of its peak.
+  // Sets every parameter's rate as this share of its peak.
   void set_rate(double share);
   void step();
 

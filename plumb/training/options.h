@@ -76,12 +76,12 @@ struct TrainField {
   bool is_list() const { return std::holds_alternative<std::vector<std::string> TrainOptions::*>(member); }
 };
 
-// In the order of the help.
+// Returns the fields in the order of the help.
 const std::vector<TrainField>& train_fields();
-// By name, "_" and "-" alike. Throws Error(UnknownName) with near names.
+// Finds a field by name, "_" and "-" alike. Throws Error(UnknownName) with near names.
 const TrainField& train_field(const std::string& name);
 
-// "a,b" is a and b.
+// Splits at commas: "a,b" is a and b.
 std::vector<std::string> split_commas(const std::string& text);
 
 // Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a

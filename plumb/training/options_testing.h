@@ -15,7 +15,7 @@ class TrainingOptions : public Training {
   std::vector<double> losses_with(const std::string& name, const std::string& text) const {
     return losses(with(name, {text}));
   }
-  // Another value makes other losses, from this step on.
+  // Expects another value to make other losses, from this step on.
   void changes(const std::string& name, const std::string& text, size_t from) const {
     changes(with(name, {text}), options, from);
   }

@@ -62,7 +62,7 @@ std::string fingerprint(const GraphModule& module) {
   return hex;
 }
 
-// Whether each parameter has the tag of unit-scaled weights.
+// Returns for each parameter if it has the tag of unit-scaled weights.
 nlohmann::json tags(const GraphModule& module) {
   nlohmann::json found = nlohmann::json::object();
   for (const Attr& attr : module.state()) {

@@ -19,7 +19,7 @@ namespace plumb {
 // generator to keep. Ranks of the first pipeline write, each the tensors whose first stage it holds.
 class RunCheckpoints {
  public:
-  // All ranks of `world` make it together.
+  // Made by all ranks of `world` together.
   RunCheckpoints(const TrainOptions& options, TrainJob& job, const ProcessGroup& world, const ReplicatedGroups& groups,
                  Optimizer& optimizer);
 
@@ -29,7 +29,7 @@ class RunCheckpoints {
   // job, has begun. `told` gets a sentence for each that is damaged or of another run, on rank 0. Throws UsageError
   // that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told);
-  // Returns the run's number, in each of its checkpoints and in the folder's run.json: on every rank after resume() or
+  // Returns the run's number, in each checkpoint and in the folder's run.json: on all ranks after resume() or
   // take_run().
   int64_t run() const { return run_; }
   void take_run(int64_t run) { run_ = run; }
@@ -37,12 +37,12 @@ class RunCheckpoints {
   bool has_begun() const { return begun_; }
   // Makes the folder this run's (run.json). All ranks of `world` call it once their other files are open.
   void begin();
-  // After `step`, if it is time, or `now`. Written in the background.
+  // Saves after `step`, if it is time, or `now`. Written in the background.
   void save(int64_t step, bool now);
   void wait();
-  // A rank has failed: what is not written in a few seconds is not waited for.
+  // Called after a rank has failed: waits a few seconds at most for unwritten files.
   void abandon();
-  // Reports of the saves that have finished since the last call.
+  // Returns the reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();
 
  private:

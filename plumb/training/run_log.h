@@ -22,9 +22,9 @@ struct StepNumbers {
   std::optional<double> eval_loss;
 };
 
-// On rank 0. In a run that goes on the table goes on, TensorBoard gets another file beside the first, and the page
-// shows the steps of the table, or without one those since. Steps that are computed again are there once: the lines
-// that there were of them go.
+// Writes on rank 0. In a run that goes on the table goes on, TensorBoard gets another file beside the first, and the
+// page shows the steps of the table, or without one those since. Steps that are computed again are there once: their
+// earlier lines go.
 class RunLog {
  public:
   // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite), and
@@ -47,8 +47,7 @@ class RunLog {
   std::chrono::steady_clock::time_point next_page_;
 };
 
-// Throws UsageError for a name of another kind and for a file of `inputs`, Error where no file can be written. "" is
-// none.
+// Throws UsageError for a name of another kind and for a file of `inputs`, Error if no file can be written. "": none.
 void check_timeline(const std::string& path, const std::vector<std::string>& inputs = {});
 
 // Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps

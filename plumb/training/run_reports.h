@@ -23,7 +23,7 @@ class RunReports {
   void emit(const TrainEvent& event) const {
     if (hooks_.event) hooks_.event(event);
   }
-  // The options and what follows from them.
+  // Reports the options and what follows from them.
   void started() const;
   // Opens the files and starts the clock. `after`: the step that the run goes on after; null: the run begins.
   void begin(std::optional<int64_t> after);

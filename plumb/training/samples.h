@@ -19,10 +19,10 @@ class Samples {
  public:
   virtual ~Samples() = default;
   virtual int64_t rows() const = 0;
-  // Each from 0 to rows() - 1. Throws Error(BadFile) naming a file that has changed since it was opened.
+  // Reads rows, each from 0 to rows() - 1. Throws Error(BadFile) naming a file that has changed since it was opened.
   virtual Batch read(const std::vector<int64_t>& rows) = 0;
   virtual double bytes_of_row() const = 0;
-  // A resumed run must find the same: a text of names, sizes and dtypes.
+  // Returns a text of names, sizes and dtypes, which a resumed run must find again.
   virtual std::string identity() const = 0;
 };
 
@@ -40,13 +40,13 @@ struct DataFiles {
 // mask unless another file is given for them. Throws UsageError.
 std::unique_ptr<Samples> open_samples(const TrainOptions& options, const DataFiles& files, const GraphModule& module);
 
-// Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is
-// fixed and does not fit.
+// Returns the rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's
+// batch is fixed and does not fit.
 int64_t rows_of_step(const TrainOptions& options, const GraphModule& module);
 // Returns how many parts a step's rows are cut into.
 int64_t parts_of_step(const TrainOptions& options);
 
-// A step's rows that cannot be held are wrong use, not a machine that swaps: throws UsageError.
+// Throws UsageError if a step's rows cannot be held: that is wrong use, not a machine that swaps.
 void check_memory(int64_t batch, double bytes_of_row);
 
 // Returns the first input of a model, a tensor with rows. Throws UsageError.

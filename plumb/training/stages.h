@@ -14,11 +14,10 @@ namespace plumb {
 // here pointwise operators and sums are in float32 as before.)
 std::shared_ptr<GraphModule> bf16_products(const GraphModule& module);
 
-// --device for a process of this number on its host. Throws UsageError for what is no device, or not there.
+// Returns --device for a process of this number on its host. Throws UsageError for what is no device, or not there.
 at::Device device_of(const TrainOptions& options, int local_rank);
 
-// As stages_of_rank(), with options.recompute and options.autocast. `change` returns the graph that is run in a stage's
-// place.
+// As stages_of_rank(), with options.recompute and options.autocast. `change` returns the graph to run for a stage.
 std::map<int, std::shared_ptr<StageFunction>> make_stages(
     const TrainOptions& options, const TrainJob& job, int rank,
     const std::function<std::shared_ptr<GraphModule>(const GraphModule&)>& change = {});

@@ -27,7 +27,7 @@
 
 namespace plumb {
 
-// Parameters and buffers of the stages of a pipeline's rank, by their first names in the model.
+// Returns parameters and buffers of the stages of a pipeline's rank, by their first names in the model.
 NamedTensors held_tensors(const TrainJob& job, int rank);
 
 // A rank's state to load and to keep.
@@ -39,18 +39,18 @@ struct RankState {
 class StateCopies {
  public:
   // --- a generation begins: all ranks of `world` call these, in this order ---
-  // The last edge at which every tensor of the model is held by someone; nothing if there is none.
+  // Returns the last edge at which every tensor of the model is held by some rank; nullopt if there is none.
   std::optional<int64_t> find_edge(const ProcessGroup& world, const TrainJob& job);
   // Restores the state of that edge into `state`, from this rank's copies and the others'; returns what `counted` was.
   // Throws Error(Communication) for copies that do not fit.
   nlohmann::json restore(const ProcessGroup& world, const TrainJob& job, const RankState& state);
-  // Holds the memory of the others.
+  // Maps the memory of the others.
   void connect(const ProcessGroup& world);
 
   // --- while it runs ---
   void take(int64_t edge, const RankState& state, const nlohmann::json& counted);
 
-  // The generation is over: keeps the copies.
+  // Called when the generation is over: keeps the copies.
   void leave();
 
  private:
@@ -60,7 +60,7 @@ class StateCopies {
     std::map<std::string, at::Tensor> tensors;  // "model/NAME", "optimizer/exp_avg/NAME"
     nlohmann::json counted;
   };
-  // Nothing where no copy is, or one that its rank did not end.
+  // Returns nullopt if there is no copy, or one that its rank did not complete.
   static std::optional<Opened> open(const at::Tensor& bytes);
 
   std::vector<SharedMemory> memory_;  // of this generation: two of this rank, by edge modulo 2, then the others'

@@ -45,7 +45,7 @@ class Trainer {
 
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks = {});
 
-// Everything that can be wrong before the first step, without other ranks: throws UsageError or Error.
+// Checks everything that can be wrong before the first step, without other ranks: throws UsageError or Error.
 void check_training(const TrainOptions& options, const TrainHooks& hooks = {});
 
 }  // namespace plumb

@@ -30,7 +30,7 @@ auto used_by(const std::string& option, const Function& use, const std::string& 
   }
 }
 
-// Runs it; its errors begin with `prefix` then ("--at: ").
+// Runs `run`; its errors begin with `prefix` then ("--at: ").
 template <class Function>
 auto prefixed(const std::string& prefix, const Function& run) {
   try {
@@ -41,17 +41,17 @@ auto prefixed(const std::string& prefix, const Function& run) {
 }
 
 bool is_tensor_file(const std::string& path);  // .pt, .pth, .npy or .safetensors
-// load_tensors(), and .safetensors files: their only tensor, or a dict of all.
+// Reads what load_tensors() reads, and .safetensors files: their only tensor, or a dict of all.
 c10::IValue load_tensor_file(const std::string& path);
 
-// Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can. A
-// UsageError if the file is one of `inputs` (FILE or NAME=FILE), under whatever name: it would be replaced.
+// Called before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-"
+// can. A UsageError if the file is one of `inputs` (FILE or NAME=FILE), under any name: it would be replaced.
 void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& inputs = {});
 
-// "f32[2, 3]", with symbols where a dimension has one.
+// Returns "f32[2, 3]", with symbols where a dimension has one.
 std::string type_text(const std::optional<TensorMeta>& meta);
-// Bytes of this process: on the CPU those of its memory that are in the machine's; on another device the most that
-// torch's allocator had given out there at once. 0 where nobody says.
+// Returns the bytes of this process: on the CPU those of its memory that are in the machine's; on another device the
+// most that torch's allocator had given out there at once. 0 if unknown.
 double memory_of_process(c10::Device device);
 
 std::string type_text(const at::Tensor& tensor);

@@ -23,8 +23,7 @@ class TransformedModule : public GraphModule {
 
   // One for each transform, in order.
   std::vector<Report> reports;
-  // Filled by unit_scale: every parameter. The tensors themselves are tagged so, too: give them to plumb::optim as they
-  // are.
+  // Filled by unit_scale: every parameter. The tensors themselves are tagged, too: give them to plumb::optim.
   MupTable mup;
   // Set by track_scales, else null.
   std::shared_ptr<ScaleTracker> tracker;

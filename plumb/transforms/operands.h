@@ -33,14 +33,14 @@ const std::string* excluded_by(const Node* node, const std::vector<std::string>&
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
 // Returns the sizes of a value from its meta or the state; empty if they are not known, and of null.
 std::vector<int64_t> sizes_of(const Value* value, const State& state);
-// False only if the dtype is known and is no floating-point one.
+// Returns false only if the dtype is known and is no floating-point one.
 bool may_be_float(const Value* value, const State& state);
 
-// Nodes that a gradient can flow through: with a floating input or a parameter among their ancestors.
+// Returns nodes that a gradient can flow through: with a floating input or a parameter among their ancestors.
 std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state);
 
-// Nodes that depend on parameters or floating-point buffers (perhaps on constants too) but on no input, with the name
-// of one such tensor: a weight made by spectral_norm or another parametrization.
+// Returns nodes that depend on parameters or floating-point buffers (perhaps on constants too) but on no input, with
+// the name of one such tensor: a weight made by spectral_norm or another parametrization.
 std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state);
 
 // True if the value holds huge negative numbers, that is, if it is an additive attention mask. Decided from how it is

@@ -37,7 +37,7 @@ struct ReportEntry {
   std::string reason;
   bool asked = false;  // the caller's map of operators wanted it, no rule
 
-  // The texts that may be empty, by the names of their fields in JSON and Python.
+  // Returns the texts that may be empty, by the names of their fields in JSON and Python.
   std::array<std::pair<const char*, std::string_view>, 5> texts() const {
     return {{{"module", module}, {"source", source}, {"from", from}, {"to", to}, {"reason", reason}}};
   }

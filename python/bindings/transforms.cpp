@@ -1,11 +1,13 @@
 // The transforms, in place on an engine, with their reports.
 #include "module.h"
+#include "plumb/graph/node_kind.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8_delayed.h"
 #include "plumb/transforms/fold/fold.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/formats/use_fp8.h"
 #include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/track/scale_causes.h"
 #include "plumb/transforms/track/track_scales.h"
 #include "report.h"
 
@@ -95,6 +97,28 @@ py::list scales(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& 
                           "bwd"_a = data(m && m->bwd ? &*m->bwd : nullptr)));
   }
   return nodes;
+}
+
+// `said`: (value, reason) of what unit_scale reported of operators.
+py::list causes(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& tracker,
+                const std::vector<std::pair<std::string, std::string>>& said, double low, double high) {
+  auto module = derive(engine);
+  module->tracker = tracker;
+  Report report("unit_scale");
+  for (const auto& [node, reason] : said) report.add({.kind = ReportKind::LeftAlone, .node = node, .reason = reason});
+  auto names = [](const std::vector<std::string>& of) {
+    py::list list;
+    for (const std::string& name : of) list.append(readable(name));
+    return list;
+  };
+  py::list result;
+  for (const ScaleCause& c : scale_causes(scales_graph(*module), {report}, low, high)) {
+    result.append(py::dict("gradients"_a = c.gradients, "small"_a = c.small, "target"_a = c.target,
+                           "reason"_a = readable(c.reason), "factor"_a = c.factor, "least"_a = c.least,
+                           "most"_a = c.most, "nodes"_a = names(c.nodes), "tensors"_a = names(c.tensors),
+                           "text"_a = readable(to_text({c}))));
+  }
+  return result;
 }
 
 // The nodes that stay: which one, and its inputs as (place among its inputs before, node).
@@ -217,6 +241,8 @@ Register transforms_part([](py::module_& m) {
       },
       py::arg("module"), py::arg("tracker"));
   m.def("scales_graph", &scales, py::arg("module"), py::arg("tracker"));
+  m.def("scale_causes", &causes, py::arg("module"), py::arg("tracker"), py::arg("said"), py::arg("low"),
+        py::arg("high"));
   m.def("prune", &prune, py::arg("how"), py::arg("nodes"), py::arg("rtol") = 0.0);
   m.def("measure", [](const at::Tensor& x) { return data_of(Metrics::Data::of(measure(x))); }, py::arg("tensor"));
 });

@@ -119,8 +119,7 @@ class GraphModule(nn.Module):
     _made_how, _make_again = "the graph was captured", "capture again"
 
     def check_call(self) -> None:
-        """Raises `plumb.Error` if what the graph was made for besides its inputs has changed: mode, autocast,
-        attributes."""
+        """Raises `plumb.Error` if what the graph was made for besides its inputs has changed: mode, autocast, reads."""
         self.check_mode()
         if (now := enabled_autocast()) and not self._holds_casts():
             dtypes = ", ".join(f"{dtype} ({device})" for device, dtype in now)

@@ -108,7 +108,7 @@ class Trainer:
         first = os.environ.get("RANK", "0") == "0"
         if engine is None and first and not _C.train_saves_weights(path, texts):
             problem = "what is learned will be lost: no save, save_hf or checkpoints, and the model is a file"
-            self._tell(json.dumps({"problem": problem}))
+            self._tell("problem", {"problem": problem})
 
     def run(self) -> TrainResult:
         """Trains to the last step, once. An error of the training is a :class:`plumb.Error`."""

@@ -92,8 +92,8 @@ def plain_value(x: Any) -> Any:
 
 
 def hashed(x: Any) -> Any:
-    """Returns a key that distinguishes inputs that are no tensors: 1, 1.0 and True are three, 0.0 and -0.0 two, and NaN
-    is NaN."""
+    """Returns a key that tells inputs that are no tensors apart: 1, 1.0 and True are three, 0.0 and -0.0 two, NaN is
+    NaN."""
     if isinstance(x, np.ndarray):
         return type(x), x.dtype.str, x.shape, x.tobytes()
     return type(x), repr(x) if isinstance(x, (float, complex)) else x

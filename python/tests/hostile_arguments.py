@@ -1,20 +1,23 @@
-"""Calls plumb's operators with arguments nobody would give: `python hostile_arguments.py CALLS [OPERATOR...]`.
+"""Calls operators with arguments nobody would give: `python hostile_arguments.py CALLS [OPERATOR...]`. Without names it calls all of
+plumb's; `files` stands for all that a file may name, torch's too.
 
-Every call ends in a result or a Python exception. Each operator has a process of its own: one that ends by a signal, or takes
-longer than LIMIT seconds, is reported with the call it was in.
+Every call ends in a result or a Python exception that is no failed assertion of torch. Each operator has a process of its own: one
+that ends by a signal, or takes longer than LIMIT seconds, is reported with the call it was in.
 """
 
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
 
 import torch
 
-import plumb  # noqa: F401  (its operators)
+from plumb import _C
 
 LIMIT = 60  # seconds for the calls of one operator
+MEMORY = 4 << 30  # more than a process has at its start
 NUMBERS = [-(2**63), -(2**31) - 1, -2, -1, 0, 1, 2, 3, 4, 5, 300, 2**31, 2**40, 2**62, 2**63 - 1]
 FLOATS = [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 0.5, 1.0, 2.0, 1e308, -1e-320]
 TEXTS = [
@@ -90,10 +93,16 @@ def argument(kind: str, pick: random.Random, device: str):
         return pick.choice(FLOATS)
     if kind == "number":
         return pick.choice([pick.choice(NUMBERS), pick.choice(FLOATS), True])
+    if kind == "complex":
+        return complex(pick.choice(FLOATS), pick.choice(FLOATS))
     if kind == "bool":
         return pick.random() < 0.5
     if kind == "str":
         return pick.choice(TEXTS)
+    if kind in ("Device", "Layout", "MemoryFormat"):
+        return {"Device": torch.device(device), "Layout": torch.strided, "MemoryFormat": torch.contiguous_format}[kind]
+    if kind == "Generator":
+        return torch.default_generator
     raise ValueError(f"no arguments of type {kind} are made here")
 
 
@@ -112,8 +121,15 @@ def plausible(schema, pick: random.Random, device: str):
     return given
 
 
+def shown(value):
+    if isinstance(value, list):
+        return [shown(each) for each in value]
+    return (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, torch.Tensor) else value
+
+
 def overloads(name: str):
-    packet = getattr(torch.ops.plumb, name.removeprefix("plumb::"))
+    namespace, _, short = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), short)
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
@@ -128,10 +144,8 @@ def call_often(name: str, calls: int) -> None:
             given = {a.name: argument(str(a.type), pick, device) for a in schema.arguments}
         else:
             given = plausible(schema, pick, device)
-        shown = {
-            n: (tuple(v.shape), v.dtype, v.stride()) if isinstance(v, torch.Tensor) else v for n, v in given.items()
-        }
-        print(f"call {k}: {op} on {device} with {shown}"[:2000], flush=True)
+        call = f"{op} on {device} with { {name: shown(value) for name, value in given.items()} }"[:2000]
+        print(f"call {k}: {call}", flush=True)
         try:
             result = op(**given)
             results = (
@@ -140,7 +154,10 @@ def call_often(name: str, calls: int) -> None:
             wanted = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
             if wanted:
                 sum(r.sum().real for r in wanted).backward()
-        except Exception as error:  # noqa: BLE001  (any exception will do)
+        except Exception as error:  # noqa: BLE001  (any other exception will do)
+            if "INTERNAL ASSERT" in str(error):
+                print(f"{call}: {error}"[:2000], flush=True)
+                os._exit(4)
             print(f"  {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
@@ -151,6 +168,8 @@ def in_a_process(name: str, calls: int) -> str:
         if child == 0:
             os.dup2(output.fileno(), 1)
             signal.alarm(LIMIT)
+            has = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (has + MEMORY, has + MEMORY))
             try:
                 call_often(name, calls)
             except BaseException as error:  # noqa: BLE001
@@ -172,10 +191,17 @@ def in_a_process(name: str, calls: int) -> str:
 
 def main(calls: int, names: list[str]) -> int:
     torch.set_num_threads(1)
-    every = sorted({n.split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("plumb::")})
-    failures = [f for f in (in_a_process(name, calls) for name in names or every) if f]
-    print("\n".join(failures) or f"{len(names or every)} operators, {calls} calls each: all well")
-    return len(failures) > 0
+    registered = torch._C._dispatch_get_all_op_names()
+    if names in ([], ["files"]):
+        wanted = (n.startswith("plumb::") if not names else _C.refused_in_files(n) is None for n in registered)
+        names = sorted({name.split(".")[0] for name, is_wanted in zip(registered, wanted) if is_wanted})
+    failed = 0
+    for name in names:
+        if failure := in_a_process(name, calls):
+            failed += 1
+            print(failure, flush=True)
+    print(f"{len(names)} operators, {calls} calls each: {f'{failed} failed' if failed else 'all well'}")
+    return failed > 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,15 @@ def test_meta_refuses_the_shapes_that_a_device_refuses():
                 call(device)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_loss_refuses_a_reduction_that_nobody_knows(device):
+    ops, x, target = torch.ops.plumb, torch.ones(4, 6, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    for reduction in (-1, 3, 300, 2**62):
+        for loss in (lambda r: ops.mse_loss(x, x, r), lambda r: ops.cross_entropy(x, target, None, r)):
+            with pytest.raises(RuntimeError, match=f"(?s){reduction} is no reduction.*0 .none., 1 .mean. or 2 .sum."):
+                loss(reduction)
+
+
 def test_operators_take_hostile_arguments():
     fuzzer = Path(__file__).with_name("hostile_arguments.py")
     done = subprocess.run([sys.executable, fuzzer, "40"], capture_output=True, text=True, check=False)

@@ -93,6 +93,7 @@ def test_a_norm_inside_a_residual_is_unit_scaled_in_every_spelling(norm, dtype):
     y.backward(torch.randn_like(y))
     entries = [e for part in plumb.report(scaled) for e in part["entries"]]
     assert sum(e["kind"] == "replaced" and e["to"].endswith("_norm") for e in entries) == 3
+    assert [e["tau"] for e in entries if e["kind"] == "residual"] == [0.5, 0.5]
     assert not [e for e in entries if e["kind"] == "left_alone" and e["reason"].startswith("a norm")]
     for w in scaled.weights:
         assert 0.25 < w.grad.float().std() < 4
@@ -137,7 +138,12 @@ def test_the_norms_of_transformers_are_unit_scaled():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
     )
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     ids = torch.randint(0, 64, (4, 16))
@@ -145,3 +151,18 @@ def test_the_norms_of_transformers_are_unit_scaled():
     scaled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     entries = [e for part in plumb.report(scaled) for e in part["entries"]]
     assert sum(e["kind"] == "replaced" and e["to"].endswith("_norm") for e in entries) == 5
+    assert [e["tau"] for e in entries if e["kind"] == "residual"] == [0.01, 0.5, 0.01, 0.5]
+
+
+def test_a_mixture_of_experts_of_transformers_is_a_branch_without_attention():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    scaled = unit_scale(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)))
+    ids = torch.randint(0, 64, (4, 16))
+    scaled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    entries = [e for part in plumb.report(scaled) for e in part["entries"]]
+    assert [e["tau"] for e in entries if e["kind"] == "residual"] == [0.01, 0.5]

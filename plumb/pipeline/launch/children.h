@@ -69,10 +69,10 @@ class Children {
   int count() const { return static_cast<int>(children_.size()); }
   const Child& operator[](int child) const { return children_.at(child); }
   bool all_ended() const;
-  // To one that lives; `stops` if that is to end it.
+  // Sends a signal to a living child; `stops` if that is to end it.
   void signal(int child, int signal, bool stops);
 
-  // Hands lines on as they come, for so long, then looks who has ended, stopped or gone on.
+  // Passes lines on for `wait` as they come, then looks for children that have ended, stopped or gone on.
   void watch(std::chrono::milliseconds wait);
   // Reads the rest out of the pipes when all have ended.
   void read_to_the_end() { read_lines(std::chrono::milliseconds(50), /*to_the_end=*/true); }

@@ -1,8 +1,7 @@
 // The groups that a launcher makes of its processes, one after the other: when one is lost, the others keep their
 // processes, leave the group that failed, and wait for the next generation, in which another has the lost one's rank.
 //
-// The launcher serves the store, so it outlives every rank. Keys of a generation's group stand under a prefix of its
-// own.
+// The launcher serves the store, so it outlives every rank. Keys of a generation's group have a prefix of their own.
 #pragma once
 
 #include <chrono>
@@ -28,14 +27,14 @@ class Generations {
   int port() const { return port_; }
   // Makes the next generation of these processes (their numbers as launched), by rank.
   void begin(const std::vector<int>& processes);
-  // There is no further one: who waits ends.
+  // Ends the sequence: waiting processes end.
   void end();
   // Returns whether someone has left the generation that runs, and whether this process has.
   bool anyone_left() const;
   bool has_left(int process) const;
   // Returns whether it waits for its first one.
   bool is_ready(int process) const;
-  // Returns the process that has said that others in its place would fail as well; -1: none.
+  // Returns the process whose error others in its place would meet, too; -1: none.
   int in_vain() const;
 
  private:
@@ -50,15 +49,15 @@ class Membership {
   // respond in time.
   static std::optional<Membership> from_environment(std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
-  // Waits for the next generation that has a place for this process; nothing when there will be none.
+  // Waits for the next generation that has a place for this process; nullopt if there will be none.
   std::optional<RankEnvironment> next();
-  // The generation of the last next(); 0 for the first one.
+  // Returns the generation of the last next(); 0 for the first one.
   int generation() const { return number_; }
-  // This process has left the group of its generation: it has no connection of it any more.
+  // Leaves the group of its generation: this process has no connection of it any more.
   void leave();
-  // To the launcher: this process ends by an error that another in its place would meet, too.
+  // Tells the launcher that this process ends by an error that another in its place would meet, too.
   void fail_for_good();
-  // True for the first process of the run that asks, in whatever generation.
+  // Returns true for the first process of the run that asks, in any generation.
   bool is_first_to(const std::string& what);
 
  private:

@@ -30,23 +30,23 @@ struct LaunchOptions {
   std::chrono::milliseconds patience = std::chrono::seconds(5);
   // Called between lines; true ends everything (a canceled job).
   std::function<bool()> cancelled;
-  // Called between lines; a signal for every process, 0 for none.
+  // Called between lines; returns a signal for every process, 0 for none.
   std::function<int()> signal;
   // A process that is stopped (SIGSTOP) for this long has failed.
   std::chrono::milliseconds patience_with_stopped = std::chrono::minutes(1);
 
   // --- going on without a lost process (generations.h) ---
-  // So many lost processes are made up for; after that, and with 0, the others are ended. The processes must ask for
-  // their Membership.
+  // Number of lost processes that are made up for; after that, and with 0, the others are ended. The processes must ask
+  // for their Membership.
   int replacements = 0;
-  // So many processes more are started, that wait to take a lost one's place.
+  // Number of further processes that are started and wait to take a lost one's place.
   int spares = 0;
-  // How many processes are to go on, of so many that are left, when there is no spare; 0: a new one is started. None:
-  // a new one.
+  // Returns how many of the `left` processes are to go on when there is no spare; 0: a new one is started. None: a new
+  // one.
   std::function<int(int left)> fewer;
   // A process that does not leave a generation that has failed has failed after this.
   std::chrono::milliseconds patience_with_silent = std::chrono::minutes(1);
-  // Told of every lost process: its rank, how it ended, and in words what is done.
+  // Called for every lost process: its rank, its end, and a sentence about what is done.
   std::function<void(int rank, const ProcessEnd& end, const std::string& instead)> on_lost;
 };
 

@@ -1,5 +1,4 @@
-// Accumulates a stage's gradients in microbatch order, and separates the step's gradients from those of before the
-// step.
+// Accumulates a stage's gradients in microbatch order, and separates the step's gradients from earlier ones.
 #pragma once
 
 #include <functional>
@@ -37,7 +36,8 @@ class GradientAccumulator {
 
   // Divides by `divisor` and joins the step's gradients with what was there before.
   void finish_step(int divisor);
-  // After a failure: gradients of before the step are in `.grad` again where they were kept, nothing is set aside.
+  // The prologue has a checksum of itself and one of all that follows it. The microbatch's sizes are packed ModelSizes:
+  // numbers that this file does not interpret.
   void end_step() noexcept;
 
  private:

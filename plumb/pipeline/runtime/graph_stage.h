@@ -24,7 +24,7 @@ class GraphStage : public StageFunction {
  public:
   GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
              std::shared_ptr<StageSpecializer> specializer = nullptr, std::string remedy = {});
-  // Knows the sizes of those of the model's inputs that it takes.
+  // Runs the stage; it knows only the sizes of those of the model's inputs that it takes.
   Tensors forward(const Tensors& inputs) override;
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
   std::vector<NamedTensor> parameters() const override;
@@ -38,7 +38,7 @@ class GraphStage : public StageFunction {
   // are as they were cut. `told`: the sizes that the stages before passed on. Throws Error(InvalidState) if a value of
   // another stage has other sizes and nothing tells the model's inputs' sizes.
   ModelSizes sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const;
-  // The stage was moved: graphs say where they make tensors.
+  // Called when the stage was moved: graphs say where they make tensors.
   void forget_sizes();
 
  private:

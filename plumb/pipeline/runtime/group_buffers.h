@@ -19,7 +19,7 @@ class GroupBuffers {
   void begin_step();
   // Puts the buffers of the microbatch's group in place, for a forward or backward of it.
   void begin_microbatch(int microbatch);
-  // All are done: what this rank's groups come to, by buffer. The sum, or the first group's whole numbers.
+  // Returns this rank's groups' results, by buffer, when all are done: the sum, or the first group's whole numbers.
   Tensors sums();
   // Takes the sums of all `groups_of_all` groups.
   void finish_step(const Tensors& sums, int groups_of_all);

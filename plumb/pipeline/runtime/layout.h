@@ -1,5 +1,4 @@
-// The values that flow between the stages of a pipeline, equal on every rank. Who sends what to whom is derived from it
-// (run_plan.h).
+// The values that flow between a pipeline's stages, equal on every rank. Its messages are derived from it (run_plan.h).
 #pragma once
 
 #include <cstdint>
@@ -29,8 +28,7 @@ struct TiedParameter {
   std::vector<Copy> copies;
 };
 
-// The outputs of the last stage are the model's. Parameters of the same name in several stages are tied without being
-// listed.
+// The outputs of the last stage are the model's. Parameters of the same name in several stages are tied by that alone.
 struct PipelineLayout {
   std::vector<StageLayout> stages;
   int num_inputs = 1;

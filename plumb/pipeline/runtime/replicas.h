@@ -41,7 +41,7 @@ class ReplicaSums {
 
   // `rows`: of this replica's batch; with `weighted` a replica's gradients count by its rows.
   void begin_step(double rows, bool weighted);
-  // The stage's own share of the step is there; nobody changes it until finish().
+  // Called when the stage's own share of the step is there; nobody changes it until finish().
   void stage_done(int stage, const GradientAccumulator& gradients);
   // Throws the error of the sums so far, if there is one.
   void check() const;
@@ -54,8 +54,8 @@ class ReplicaSums {
               std::map<int, Tensors>& buffers);
   // Returns the mean over all replicas by rows, in float64; undefined if one has none.
   const at::Tensor& loss() const { return loss_; }
-  // Events of the last step, a ReduceGrad for every stage: `waiting` when its share was there, `start` and `end` of
-  // summing.
+  // Events of the last step, a ReduceGrad for every stage: `waiting` since its share was there, `start` and `end` of
+  // sums.
   std::vector<TimelineEvent> timeline() const;
 
   // Gives the step up and tells the other replicas why.

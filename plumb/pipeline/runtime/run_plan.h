@@ -3,8 +3,7 @@
 //
 // Values go straight from the stage that makes them to each stage that uses them. The gradient of a value with several
 // users goes from the last user to the one before, which adds its own, and so on to the maker: as many messages as one
-// from each user, but the sum is formed in the order in which autograd forms it in one process, so it is the same bit
-// for bit.
+// from each user, but the sum is formed in autograd's order in one process, so it is the same bit for bit.
 #pragma once
 
 #include <string>

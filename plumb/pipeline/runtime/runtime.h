@@ -57,10 +57,10 @@ struct PipelineOptions {
   // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over
   // them in that order; with scale_grads they are those of the mean over all their rows.
   ProcessGroup replicas;
-  // The microbatches of a step, those of all replicas, are so many groups of consecutive ones. A group's gradients are
-  // summed in order, the groups' sums in a binary tree: (0 + 1) + (2 + 3). Equal groups give the same bits for every
-  // number of replicas, losses too, if all microbatches have the same rows, or the rows of all replicas are known
-  // (step_microbatches()): one replica, or so many that each has 1, 2, 4, 8, ... groups. 0: as many as there are
+  // Number of groups of consecutive microbatches in a step, those of all replicas. A group's gradients are summed in
+  // order, the groups' sums in a binary tree: (0 + 1) + (2 + 3). Equal groups give the same bits for every number of
+  // replicas, losses too, if all microbatches have the same rows, or the rows of all replicas are known
+  // (step_microbatches()): one replica, or any number that leaves each 1, 2, 4, 8, ... groups. 0: as many as there are
   // replicas. A rank keeps log2 of its groups sums of a parameter; all of them of a tied one. Several groups a replica
   // are not for tables that run a stage on two ranks.
   int gradient_groups = 0;
@@ -73,8 +73,8 @@ struct PipelineOptions {
   ActionHooks hooks;
 };
 
-// Throws Error(InvalidArgument) if so many PipelineOptions::gradient_groups cannot be spread over so many replicas that
-// each run the schedule.
+// Throws Error(InvalidArgument) if this number of PipelineOptions::gradient_groups cannot be spread over the replicas
+// that each run the schedule.
 void check_gradient_groups(int groups, int replicas, const Schedule& schedule);
 
 struct StepResult {

@@ -23,7 +23,7 @@ struct ParameterCopy {
 // All copies of one parameter, in the order in which gradients are summed: from the last stage to the first.
 using CopyGroup = std::vector<ParameterCopy>;
 
-// FNV-1a over 64-bit words: enough to notice copies that were initialized apart.
+// Returns FNV-1a over 64-bit words: enough to notice copies that were initialized apart.
 std::uint64_t content_hash(const at::Tensor& tensor);
 
 struct SharedParameters {

@@ -50,8 +50,8 @@ class StageFunction {
   // Buffers that forwards write (running statistics). Asked for once.
   virtual std::vector<NamedTensor> written_buffers() const { return {}; }
   // Returns whether the stage does a part of its weight gradients by itself: the runtime then runs autograd's whole
-  // backward where the input half would be, asks for the work right after it, and does it where the weight half would
-  // be.
+  // backward in the place of the input half, asks for the work right after it, and does it in the place of the weight
+  // half.
   virtual bool has_own_weight_work() const { return false; }
   virtual std::function<void()> own_weight_work() { return {}; }
 };

@@ -91,8 +91,7 @@ class StageRunner {
 
   // Makes room in the slot for what arrives.
   void prepare(LocalStage& stage, Slot& slot) const;
-  // Puts values and gradients that arrive from stage `from` into the slot. With dynamic outputs they say how many there
-  // are.
+  // Puts values and gradients that arrive from stage `from` into the slot. Dynamic outputs bring their number.
   void take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const;
   void take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const;
   // Returns the bundle's values, and gradients of the stage `of`, with the formats in which they cross.
@@ -138,10 +137,10 @@ class StageRunner {
 // Returns `x` where the stage computes.
 at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x);
 
-// Values that stay in this process, rounded as if they had traveled.
+// Returns values that stay in this process, rounded as if they had traveled.
 std::vector<MessageValue> arrived(std::vector<MessageValue> values);
 
-// "output 0 of stage 1, microbatch 2"
+// Returns "output 0 of stage 1, microbatch 2".
 std::string value_name(const char* what, size_t index, int stage, int m);
 
 // Throws Error(Numerics) for a value that is not finite; `name` gives its name.

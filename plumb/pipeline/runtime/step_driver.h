@@ -1,6 +1,6 @@
 // Hooks in the place of actions, and the parts of an action that they are made of.
 //
-// Before a hook the engine waits for its action's messages; after it the engine checks what it made, hands it over and
+// Before a hook the engine waits for its action's messages; after it the engine checks the results, hands them over and
 // records the action. Around a hook in the place of a weight gradient the engine accumulates: `.grad` is the step's.
 #pragma once
 
@@ -16,8 +16,8 @@ namespace plumb {
 
 class StageRunner;
 
-// Outside of a step, or for what is not there, every function throws Error(InvalidState) or Error(InvalidArgument). A
-// forward and a backward of one step may run at once, on two threads.
+// Outside of a step, or for a value that does not exist, every function throws Error(InvalidState) or
+// Error(InvalidArgument). A forward and a backward of one step may run at once, on two threads.
 class StepDriver {
  public:
   // Drives the step that a pipeline runs.
@@ -27,7 +27,7 @@ class StepDriver {
   StepDriver(StepDriver&&) noexcept;
   ~StepDriver();
 
-  // Runs the stage's function on what has arrived.
+  // Runs the stage's function on its arrived inputs.
   void forward(int stage, int microbatch);
   // kind: FullBackward, BackwardInput or BackwardWeight. The last stage begins with `loss` if there is one, which is
   // weighted already, else with the loss of the microbatch.
@@ -51,8 +51,8 @@ class StepDriver {
 };
 
 // A function in the place of an action: Forward, FullBackward, BackwardInput, BackwardWeight; Overlap, of which the
-// parts are one action then; Unshard and Reshard, which do nothing without one; ReduceGrad, which stands for what is
-// done with a stage's complete gradients, the division by microbatches included.
+// parts are one action then; Unshard and Reshard, which do nothing without one; ReduceGrad, which stands for the work
+// on a stage's complete gradients, the division by microbatches included.
 using ActionHook = std::function<void(const Action& action, StepDriver& driver)>;
 
 struct HookPoint {

@@ -1,4 +1,4 @@
-// Runs a pipeline's steps: all actions of a rank in order, and what is done with gradients at the end.
+// Runs a pipeline's steps: all actions of a rank in order, and the work on gradients at the end.
 #pragma once
 
 #include <map>

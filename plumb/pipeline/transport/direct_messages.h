@@ -2,9 +2,9 @@
 //
 // All ranks know one order of the step's messages (MessagePlan::order), and each posts its ends in that order. So the
 // sends and receives of two ranks match without tags, and none waits for one that is posted behind another that waits
-// for it, even where a rank has one stream for all messages and a send completes only when its receive is posted.
-// What a receive needs to know comes ahead in the message's header; nobody waits for a header earlier than for the
-// first value that comes behind it in the order.
+// for it, even where a rank has one stream for all messages and a send completes only when its receive is posted. The
+// message's header brings in advance what a receive needs; a rank waits for a header no earlier than for the first
+// value behind it in the order.
 //
 // Messages have a stream of their own. It waits for the stream that made a value by an event, and the stream that uses
 // one waits for the backend's work, so the host waits for headers only. Tensors are held until their work is done.
@@ -31,7 +31,7 @@ class DirectMessages {
   // The headers of messages, which come through the CPU's backend.
   struct Headers {
     std::function<bool(int index)> has_arrived;
-    // Waits for it, and calls make().
+    // Waits for the header of message `index`, and calls make().
     std::function<void(int index, const std::string& action)> receive;
     // Throws Error(Communication): the peer does not respond.
     std::function<void(int peer, const std::string& waiting, const std::exception& e)> raise_lost;

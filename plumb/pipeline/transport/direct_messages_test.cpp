@@ -24,8 +24,7 @@ void seal_both(at::Tensor& message) {
   std::memcpy(base, &p, sizeof p);
 }
 
-// Headers of direct values say how much memory is made and how it is looked at. On the meta device no size is too
-// large.
+// Headers of direct values say how much memory is made and how it is viewed. The meta device has room for every size.
 TEST(Message, OfRandomTablesMakesDenseDirectValuesOrRefuses) {
   const FPFormat format = FPFormat::parse("e4m3fn");
   const std::vector<MessageValue> values{

@@ -1,4 +1,4 @@
-// Connections of a group: Gloo's backend, what it needs of the system, and what went wrong with it.
+// Connections of a group: Gloo's backend, its needs of the system, and its errors.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

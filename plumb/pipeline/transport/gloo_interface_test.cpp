@@ -14,12 +14,13 @@ TEST(GlooInterface, TwoRanksOfOneProcessMeetThroughTheGlooInsideTorch) {
   env.world_size = 2;
   env.master_port = 0;
   env.listening_socket = listen_at(env.master_address, env.master_port);
-  const auto rank = [env](int rank) mutable {
-    env.rank = rank;
-    return largest_of_all(make_gloo_group(env), rank + 5);
+  const auto run = [&env](int rank) {
+    RankEnvironment own = env;
+    own.rank = rank;
+    return largest_of_all(make_gloo_group(own), rank + 5);
   };
-  auto other = std::async(std::launch::async, rank, 1);
-  EXPECT_EQ(rank(0), 6) << "torch changed: look at plumb/pipeline/transport/gloo_seam/gloo_interface.h";
+  auto other = std::async(std::launch::async, run, 1);
+  EXPECT_EQ(run(0), 6) << "torch changed: look at plumb/pipeline/transport/gloo_seam/gloo_interface.h";
   EXPECT_EQ(other.get(), 6);
 }
 

@@ -64,7 +64,7 @@ struct AgreedValue {
 // One for each value of a message. Nothing: as many come as the sender likes.
 using AgreedValues = std::optional<std::vector<AgreedValue>>;
 
-// A parameter's gradient from another rank that holds it. `own`: the one that is here, undefined if there is none.
+// Returns a parameter's gradient from another rank that holds it. `own`: this rank's, undefined if there is none.
 AgreedValue agreed_gradient(const at::Tensor& parameter, const at::Tensor& own);
 
 namespace wire {
@@ -107,7 +107,7 @@ std::int64_t class_bytes(int size_class);
 int size_class(std::int64_t bytes);
 inline constexpr int kSizeClasses = 512;
 
-// Bytes of the whole message. `direct`: the kind of device whose values are direct.
+// Returns the bytes of the whole message. `direct`: the kind of device whose values are direct.
 using DirectDevice = std::optional<c10::DeviceType>;
 std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0, DirectDevice direct = {});
 // Writes the message to `to`, which has room. `prologue` is completed and sealed. The values have passed

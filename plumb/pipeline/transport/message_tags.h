@@ -10,7 +10,7 @@ class MessageTags {
   // `range`: the transport's number in its group.
   explicit MessageTags(int range) : first_(kFirst + range % kRanges * kInRange) {}
 
-  // By the class of the buffer, so that no message meets a buffer that is too short for it.
+  // Returns the tag of the buffer's class, so that no message meets a buffer that is too short for it.
   int message(int size_class) const { return first_ + size_class; }
   int second_part(int size_class, int position) const {
     return first_ + kFirstOfSecondParts + size_class * kPositions + position % kPositions;

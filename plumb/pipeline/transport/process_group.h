@@ -1,6 +1,5 @@
 // A rank's place among the processes of a pipeline, and the c10d backends its messages go through: Gloo for sizes,
-// faults and values of the CPU; for values on a device the device's own (NCCL), if the group has one, and else Gloo
-// too.
+// faults and values of the CPU; for values on a device the device's own (NCCL) if the group has one, else Gloo.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -30,7 +29,7 @@ class ProcessGroup {
 
   int rank() const;
   int size() const;
-  // The number of one of this group's ranks among all processes, for messages: of a subgroup, in the group it is of.
+  // Returns the number of one of this group's ranks among all processes, for messages: of a subgroup, in its group.
   int world_rank(int rank) const;
   // Returns how long a message, or a peer that starts up, is waited for.
   std::chrono::milliseconds timeout() const;
@@ -49,10 +48,10 @@ class ProcessGroup {
   bool launcher_serves_store() const;
   // Returns another number for each caller.
   int take_tag_range() const;
-  // Why the group takes no more messages: a peer is lost. Null: it takes some.
+  // Returns why the group takes no more messages: a peer is lost. Null: it takes some.
   const std::string* failure() const;
   void set_failure(const std::string& why) const;
-  // Buffers of messages that were under way when the group failed: Gloo may still write into them, so they go after it.
+  // Keeps buffers of messages that were under way when the group failed: Gloo may still write into them.
   void keep_until_closed(std::shared_ptr<void> buffers) const;
 
   struct State;
@@ -85,9 +84,9 @@ struct GlooOptions {
 using MakeDeviceBackend =
     std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     c10::Device device, std::chrono::milliseconds timeout)>;
-// For groups made from here on. torch gives C++ no way to make NCCL's backend without CUDA's headers: a program that
-// has them registers `[](auto& store, ...) { return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, ...); }`.
-// Groups of torch.distributed bring their own.
+// Registers a backend for groups made from here on. torch gives C++ no way to make NCCL's backend without CUDA's
+// headers: a program that has them registers `[](auto& store, ...) { return
+// c10::make_intrusive<c10d::ProcessGroupNCCL>(store, ...); }`. Groups of torch.distributed bring their own.
 void register_device_backend(c10::DeviceType type, MakeDeviceBackend make);
 
 // Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
@@ -97,8 +96,8 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
 // Returns the group the launcher made this process for (environment.h); one process alone if there is none.
 ProcessGroup make_group_from_environment(const GlooOptions& options = {});
 
-// A group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered in the
-// order given. All of `ranks` must call it with the same name and list; the caller must be one of them.
+// Makes a group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered
+// in the order given. All of `ranks` must call it with the same name and list; the caller must be one of them.
 ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
 
 // `replicas` pipelines beside each other: ranks 0 to n - 1 are the first, the next n the second, and so on.
@@ -110,7 +109,7 @@ struct ReplicatedGroups {
 // Throws Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 
-// A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
+// Uses a group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
 // group's own. A group with a backend for a device ("nccl", "cpu:gloo,cuda:nccl") sends that device's values through
 // it; if it has none for the CPU a Gloo group is made beside it, for which all ranks must make this call. Threads of
 // the group given are its maker's: unless the program ignores SIGPIPE (Python does), make it while a NoSigpipe

@@ -16,7 +16,7 @@
 // If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through
 // that backend (direct_messages.h), where the plan has an order for them.
 //
-// Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
+// Every fault becomes Error(Communication) on every rank that notices: which rank is at fault, its own text, and which
 // action waited for which message. After a fault the process group takes no more messages.
 #pragma once
 
@@ -75,18 +75,18 @@ class Transport {
   // Waits until everything sent has left.
   void end_step();
 
-  // From another thread: what this one waits for, now or later, is an error instead. Then only tell_failure() may
-  // follow.
+  // Called from another thread: every wait of this one, now or later, becomes an error. Only tell_failure() may follow.
   void interrupt() noexcept;
   // Called after a failure within the step: throws Error(Communication) if values of a message never came whole. Work
   // on a device continues with what such a message left in memory, and may have failed for that.
   void check_values();
-  // This rank has failed: tells the peers that still wait for messages of this rank, so that they name `reason`.
+  // Called after this rank has failed: tells the peers that still wait for messages of this rank, so that they name
+  // `reason`.
   void tell_failure(const std::string& reason) noexcept;
 
-  // Messages that did not fit the buffer agreed on, so far.
+  // Returns how many messages did not fit the buffer agreed on, so far.
   std::int64_t grown() const;
-  // Bytes of the messages that were sent so far.
+  // Returns the bytes of the messages that were sent so far.
   std::int64_t sent() const;
 
  private:

@@ -17,7 +17,7 @@
 
 namespace plumb {
 
-// Pinned where this process uses an accelerator: values are copied to and from it without a second copy on the host.
+// Makes a buffer, pinned if this process uses an accelerator: values are copied to and from it without a second copy.
 at::Tensor byte_buffer(std::int64_t bytes);
 
 inline wire::Prologue read_prologue(const at::Tensor& buffer) {
@@ -53,11 +53,11 @@ struct Route {
   std::int64_t capacity() const { return wire::class_bytes(size_class); }
 };
 
-// By kind, from, to and peer: a rank sends each of its replicas other parts of one gradient. Both ends must have the
-// same sizes.
+// By kind, from, to and peer: a rank sends each of its replicas other parts of one gradient. Both ends have equal
+// sizes.
 using Routes = std::map<std::tuple<MessageKind, int, int, int>, Route>;
 
-// A message that has come, until it is used.
+// An arrived message, until it is used.
 struct Came {
   Posted message;  // undefined: not yet
   wire::Prologue prologue;
@@ -95,17 +95,17 @@ struct Transport::State {
   void post_ahead(int peer, size_t needed);
   // Waits for the oldest message under way.
   void finish_oldest(Outgoing& out);
-  // Lets the buffers of sends go that the peer says it has received.
+  // Frees the buffers of sends that the peer has received.
   void release_sent(int peer, std::uint32_t received);
 
-  // Waits for message `index` and holds its header against the plan.
+  // Waits for message `index` and compares its header with the plan.
   void come(int index, const std::string& action);
   // Returns whether come() would not wait for its first part.
   bool has_arrived(int index);
 
   // --- faults ---
   void check_usable() const;
-  // Returns the prologue of what came in the place of `expected`. Throws if the sender has failed, or it is another
+  // Returns the prologue of the message in the place of `expected`. Throws if the sender has failed, or for another
   // message.
   wire::Prologue read_agreed(const at::Tensor& buffer, const PlannedMessage& expected, const std::string& action);
   // Receives the second part of a message that says it is too long for the first.

@@ -1,5 +1,4 @@
-// Linear equations between the logarithms of factors: products of factors that must equal each other. Not for other
-// rooms.
+// Linear equations between the logarithms of factors: products of factors that must be equal. Not for other rooms.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +29,11 @@ class FactorEquations {
   // then, and resolve(a - b) is a number.
   bool equate(const LogFactor& a, const LogFactor& b);
 
-  // `a` in terms of unknowns that no equation has decided.
+  // Returns `a` in terms of unknowns that no equation has decided.
   LogFactor resolve(const LogFactor& a);
   // Returns the rank of its undecided unknown that would be decided first; nothing if it is a number.
   std::optional<int> highest_rank(const LogFactor& a);
-  // `a` with 0 for what is still unknown.
+  // Returns `a` with 0 for the remaining unknowns.
   double value(const LogFactor& a) { return resolve(a).number; }
 
  private:

@@ -36,8 +36,8 @@ struct FactorRelation {
   std::string holds_for;        // "a length of 32" if the factors follow from sizes of the input
 };
 
-// Nothing for a unit-scaled operator whose factors are not known from the graph: sizes are symbols, or the scales are
-// computed. Factors of random operators are those of evaluation.
+// Returns nullopt for a unit-scaled operator whose factors are not known from the graph: sizes are symbols, or the
+// scales are computed. Factors of random operators are those of evaluation.
 std::optional<FactorRelation> factor_relation(const Node* node, const State& state);
 
 // Returns the operators of torch that have a rule, without aten::, with an overload where only that one is meant.
@@ -48,7 +48,7 @@ std::string_view added_argument(const Node* node);
 
 // True for operators of plumb that are torch's with factors, or nothing but a factor.
 bool is_unit_scaled(const Node* node);
-// True for those that hand their operand on, but for a factor: scale_fwd, residual_split.
+// True for operators that return their operand, except for a factor: scale_fwd, residual_split.
 bool is_factor_alone(const Node* node);
 
 // A small positive number that keeps a root or a quotient finite; the argument that it is given as.
@@ -60,8 +60,7 @@ struct Epsilon {
 // Returns the epsilon of a norm, or of `x + 1e-6` and clamp(x, 1e-6) if only roots and quotients use the result.
 std::optional<Epsilon> epsilon_of(const Node* node);
 
-// Torch's operator in place of a unit-scaled one, inserted before the node. For factors that are no part of it see
-// factor_relation().
+// Inserts torch's operator in place of a unit-scaled one, before the node. For its outer factors see factor_relation().
 Node* build_plain(Graph& graph, const Node* node);
 
 }  // namespace plumb

@@ -6,7 +6,7 @@
 //
 // Every tensor of the unit-scaled graph is a factor times the plain graph's. Each operator ties the factors of its
 // operands and results (factor_rules.h): these are linear equations between logarithms, and a parameter's factor is an
-// unknown that equations decide. Where they leave a choice, norms see what they saw (so that their eps weighs the
+// unknown that equations decide. Where they leave a choice, norms keep their inputs (so that their eps weighs the
 // same), then results of layers have factor 1, then embeddings and gains stay as they are. Where equations contradict
 // each other, as for one tensor that must have two factors, the plain graph keeps a multiplication, which the report
 // names (ReportKind::Remains).

@@ -1,6 +1,5 @@
 // The factors of a unit-scaled graph's tensors over the plain graph's: one linear equation between logarithms for each
-// operator (factor_rules.h). A parameter's factor is an unknown that they decide; fold.h says where they leave a
-// choice.
+// operator (factor_rules.h). A parameter's factor is an unknown that they decide; fold.h has the remaining choices.
 #pragma once
 
 #include <string>
@@ -37,7 +36,7 @@ class FoldEquations {
     std::string holds_for;  // the sizes that its factor follows from; empty: any
   };
 
-  // Solves them. Names in `report` what it leaves alone. Throws Error(Unsupported) as fold() does.
+  // Solves the equations. Names in `report` what it leaves alone. Throws Error(Unsupported) as fold() does.
   FoldEquations(GraphModule& module, Report& report);
 
   // Returns the factor of a tensor of the graph.
@@ -52,10 +51,9 @@ class FoldEquations {
 
  private:
   void add_parameters();
-  // Returns whether a value has a factor: numbers that are no reals have none. The factor of a complex one is real,
-  // too.
+  // Returns whether a value has a factor: numbers that are no reals have none. Complex ones have a real factor.
   bool carries(const Value* value) const;
-  // An operand, by its place among the inputs, whose factor is to be `wanted`: from now on, or by a multiplication.
+  // Lets an operand, by its place among the inputs, have the factor `wanted`: from now on, or by a multiplication.
   void align(Node* node, size_t place, const LogFactor& wanted);
   // As above, for an argument that may be None.
   void align(Node* node, std::string_view argument, const LogFactor& wanted);
@@ -64,17 +62,17 @@ class FoldEquations {
   void keep_all(Node* node, double inner = 1);
   void set_results(const Node* node, const LogFactor& factor);
   void relate(Node* node);
-  // Memory that a node writes is seen by others, who know its factor.
+  // Makes a node's result take a factor if it can; memory that the node writes must have it, too.
   bool can_have(const Node* node, const LogFactor& result);
   void relate_attribute(Node* node);
   void leave_alone(Node* node, const std::string& why);
   // Returns the factor of the results, without `outer`.
   LogFactor relate_call(Node* node, const FactorRelation& relation);
-  // The others follow the first operand; in a residual layer the branch follows the skip, which comes last.
+  // Lets the others follow the first operand; in a residual layer the branch follows the skip, which comes last.
   LogFactor relate_common(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands);
   LogFactor relate_first(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands);
-  // A number beside tensors, or a tensor without a factor: no factor goes into it. Zero and the infinities are
-  // themselves with every factor.
+  // Returns whether a node adds a number beside tensors, or a tensor without a factor, which takes no factor. Zero and
+  // the infinities are themselves with every factor.
   bool adds_number(const Node* node) const;
   LogFactor relate_quotient(const Node* node, const std::vector<size_t>& operands) const;
   LogFactor relate_product(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands);

@@ -9,7 +9,7 @@
 
 namespace plumb {
 
-// Why it cannot be taken apart; nothing if it can. For nodes of which is_recurrent() is true.
+// Returns why it cannot be taken apart; nullopt if it can. For nodes of which is_recurrent() is true.
 std::optional<std::string> steps_obstacle(const Node* node, const State& state);
 
 // Replaces the node (a cell, or any number of layers and directions with dropout between them and projected states) by

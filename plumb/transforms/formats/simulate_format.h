@@ -45,7 +45,7 @@ std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphMo
 std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
                                                 const SimulateFormatOptions& options = {});
 
-// "a,b" as a pass's option gives a list.
+// Splits a pass's option "a,b" into a list.
 std::vector<std::string> split_names(const std::string& text);
 
 // Returns names of the operators that are matrix products, as `operators` takes them.

@@ -83,8 +83,7 @@ class Fp8Lowering {
   Fp8Lowering(GraphModule& module, const UseFp8Options& options, std::string fwd, std::string bwd)
       : graph_(module.graph()), options_(options), fwd_(std::move(fwd)), bwd_(std::move(bwd)) {}
 
-  // The outcome for each product by the name of its result: the operator and the report's text, or the reason why it
-  // stays.
+  // The outcome for each product by the name of its result: the operator and the report's text, or the reason to stay.
   using Done = std::map<std::string, std::variant<std::pair<std::string, std::string>, std::string>>;
 
   Done run() {

@@ -8,7 +8,7 @@
 
 namespace plumb {
 
-// Multiplying by it rounds nothing.
+// Returns whether multiplying by it rounds nothing.
 bool is_power_of_two(double x);
 
 struct Factor {
@@ -17,14 +17,14 @@ struct Factor {
   bool exact() const;  // both directions are powers of two
 };
 
-// x * 3, x / 3, scale_fwd, scale_bwd.
+// Returns the factor of x * 3, x / 3, scale_fwd and scale_bwd.
 std::optional<Factor> factor_of(const Node* node);
 
 // Returns the factor over the result of a unit-scaled attention, where it is not one.
 std::optional<Factor> factor_of_attention(const Node* node);
 void drop_factor_of_attention(Node* node);
 
-// The node that makes `operand` of `user`, seen through views that nobody else uses; null if another uses the values.
+// Returns the node that makes `operand` of `user`, seen through views that have no other user; null if another uses it.
 Node* source_behind_views(const Value* operand);
 
 // A product whose factors are known: plumb::linear and plumb::matmul, or torch's with none.
@@ -34,14 +34,14 @@ struct ScaledProduct {
   double output = 1, grad_left = 1, grad_right = 1;  // what the operator multiplies
   double bias_output = 1, grad_bias = 1;             // and over a bias
 
-  // Its result is multiplied, and with it all gradients.
+  // Multiplies its result, and with it all gradients.
   void multiply_result(const Factor& factor);
-  // An operand is multiplied: so are the result, but for the bias, and the other operand's gradient.
+  // Multiplies an operand: so are the result, except for the bias, and the other operand's gradient.
   void multiply_left(const Factor& factor);
   void multiply_right(const Factor& factor);
 };
 
-// Nothing for operands of unknown, symbolic or mixed types, and for lone numbers' and vectors' products.
+// Returns nullopt for operands of unknown, symbolic or mixed types, and for lone numbers' and vectors' products.
 std::optional<ScaledProduct> product_of(const Node* node);
 
 // Inserts the call of plumb::linear or plumb::matmul at the graph's insertion point.

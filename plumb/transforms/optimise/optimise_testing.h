@@ -25,7 +25,7 @@ inline Tensors run(GraphModule& module, const Tensors& inputs) {
   return results;
 }
 
-// Outputs, gradients of the inputs and of the parameters.
+// Returns outputs, gradients of the inputs and of the parameters.
 inline Tensors outputs_and_gradients(GraphModule& module, Tensors inputs) {
   Tensors wanted;
   for (at::Tensor& x : inputs) {

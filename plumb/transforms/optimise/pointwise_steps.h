@@ -16,7 +16,8 @@ struct LoweredNode {
   bool recomputes = false;  // its own gradient computes inner results again
 };
 
-// Nothing for operators that are not pointwise, whose operands differ in shape or dtype, or whose types are not known.
+// Returns nullopt for operators that are not pointwise, or whose operands differ in shape or dtype or have unknown
+// types.
 std::optional<LoweredNode> lower_pointwise(const Node* node);
 
 // The savings of a chain for each operator taken into it.
@@ -30,10 +31,10 @@ struct Saving {
 };
 Saving saving_of(const Node* node, const LoweredNode& lowered);
 
-// The scales that a unit-scaled node chooses when it runs, from those given or `rule`; nothing if it is not known.
+// Returns the scales that a unit-scaled node chooses when it runs, from those given or `rule`; nullopt if unknown.
 std::optional<std::vector<double>> chosen_scales(const Node* node, size_t constrained, std::vector<double> rule);
 
-// Factors that follow each other become one, factors of one go; `exact`: only where that rounds as before. cheap: of
+// Merges factors that follow each other, drops factors of one; `exact`: only where that rounds as before. cheap: of
 // each step, as below.
 void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exact);
 

@@ -28,14 +28,13 @@ const Equivalent* find_equivalent(const Node* node);
 // Returns the entry of a node that is a unit-scaled operator already, its arguments' names its own. Null if it is none.
 const Equivalent* find_unit_scaled(const Node* node);
 
-// Why this call cannot be replaced although its operator can; nothing if it can.
+// Returns why this call cannot be replaced although its operator can; nullopt if it can.
 std::optional<std::string> why_not(const Node* node);
 
 // Inserts the equivalent before the node, with its arguments; the caller replaces the node's uses.
 Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equivalent);
 
-// Returns the node's arguments for `op`: by name where both know it, else by position among the positional ones, else
-// the default.
+// Returns the node's arguments for `op`: by name where both know it, else by position, else the default.
 std::vector<Arg> arguments_for(const c10::OperatorHandle& op, const Node* node);
 
 // Inserts a call of `to` with the node's arguments in the same order. Throws if `to` cannot take them.

@@ -41,9 +41,9 @@ class ParameterScaling {
   std::vector<std::string> propose(const std::vector<Proposal>& proposals);
 
   // --- confirm by a graph: called by unit_scale for every parameter that the graph's operators use ---
-  // Whether it was scaled or confirmed before. From here on it counts as confirmed.
+  // Returns whether it was scaled or confirmed before. From here on it counts as confirmed.
   bool confirm(const std::vector<std::string>& names);
-  // Writes values of a parameter that was not proposed. False if somebody has changed it since propose().
+  // Writes values of a parameter that was not proposed. Returns false if it has changed since propose().
   bool write(const std::vector<std::string>& names, const at::Tensor& parameter, const at::Tensor& values);
   // Restores a parameter's own values, unless a graph has confirmed it or somebody has changed it since propose().
   // Returns whether it did.
@@ -51,9 +51,9 @@ class ParameterScaling {
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;
 
-  // Somebody has put other values there, or another tensor (load_state_dict).
+  // Notes that other values were put there, or another tensor (load_state_dict).
   void mark_changed(const std::string& name);
-  // Notes whether somebody has changed the parameter since propose(). Before a copy, which does not know the tensor.
+  // Notes whether the parameter has changed since propose(). Called before a copy, which does not know the tensor.
   void look_at(const std::string& name, const at::Tensor& parameter);
   // Returns a copy for a copied model, whose tensors are new: their versions count from zero.
   ParameterScaling for_copy() const;

@@ -1,5 +1,4 @@
-// The weights and biases of the operators that unit_scale replaces, and stage 5: giving them unit
-// variance.
+// The weights and biases of the operators that unit_scale replaces, and stage 5, which gives them unit variance.
 #pragma once
 
 #include <functional>
@@ -29,13 +28,13 @@ struct ParameterRoles {
   // Operators that must not be replaced, because their weight is used by something else, too.
   std::unordered_map<const Node*, std::string> left_alone;
 
-  // The operator was replaced by another node.
+  // Notes that the operator was replaced by another node.
   void moved(const Node* from, const Node* to);
 };
 
-// becomes: what the operator would be replaced by, null if it would not be. Where a tensor is an operator's weight and
-// something else's operand, neither the tensor nor the operators it is a weight of may change; that can take the ground
-// from other tensors, and so on.
+// Plans the parameters' roles. becomes: what the operator would be replaced by, null if it would not be. Where a tensor
+// is an operator's weight and something else's operand, neither the tensor nor the operators it is a weight of may
+// change; that can take the ground from other tensors, and so on.
 ParameterRoles plan_parameters(const Graph& graph, const State& state,
                                const std::function<const Equivalent*(const Node*)>& becomes);
 

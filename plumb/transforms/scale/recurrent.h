@@ -18,7 +18,7 @@
 
 namespace plumb {
 
-// "aten::lstm", "aten::gru_cell" and so on.
+// Returns true for "aten::lstm", "aten::gru_cell" and so on.
 bool is_recurrent(const Node* node);
 
 // Returns whether a node is a single step: "aten::lstm_cell" and so on.
@@ -31,7 +31,8 @@ bool is_set(const Node* node, std::string_view argument);
 enum class RecurrentRole { Weight, Bias, Other };
 RecurrentRole recurrent_role(const Node* node, const Value* value);
 
-// Why its weights cannot be scaled; nothing if they can. Sizes come from the values, or for parameters from the state.
+// Returns why its weights cannot be scaled; nullopt if they can. Sizes come from the values, or for parameters from the
+// state.
 std::optional<std::string> recurrent_obstacle(const Node* node, const State& state);
 
 // Puts the factors around the node. `steps` counts for a cell, which sees one of them. Returns the scale of the

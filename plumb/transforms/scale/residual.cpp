@@ -3,7 +3,7 @@
 //
 // 1. A path from l to r visits nodes in graph order, so every node on it lies between l's producer and r's: the span of
 //    the question. Nothing outside of the span can matter.
-// 2. 64 questions are answered in one sweep over the union of their spans. Every value carries a word; bit q says "l_q
+// 2. 64 questions are decided in one sweep over the union of their spans. Every value carries a word; bit q says "l_q
 //    is this value or an ancestor of it". A node's word is the OR of its inputs' words, and l_q's own bit is set where
 //    l_q is produced. Bit q of r_q is set exactly if l_q is an ancestor of r_q. A second word, "reached over an
 //    attention node", is made alike; a third, in the opposite direction from r_q, says which nodes r_q depends on. A

@@ -37,7 +37,7 @@ ResidualAnalysis find_residual_adds(const Graph& graph, const std::vector<Node*>
                                     const std::function<std::pair<Value*, Value*>(const Node*)>& operands,
                                     const std::function<bool(const Node*)>& is_attention);
 
-// taus of residual branches in order, for TauRule::Depth: attention[i] says whether branch i has attention.
+// Returns taus of residual branches in order, for TauRule::Depth: attention[i] says whether branch i has attention.
 std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult = 1.0,
                                double residual_attn_ratio = 1.0);
 

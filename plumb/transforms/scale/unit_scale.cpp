@@ -1,11 +1,11 @@
 #include "plumb/transforms/scale/unit_scale.h"
 
 #include <cmath>
+#include <sstream>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/passes/layouts.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/operands.h"
@@ -13,22 +13,10 @@
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/parameters.h"
 #include "plumb/transforms/scale/recurrent.h"
-#include "plumb/transforms/scale/residual.h"
+#include "plumb/transforms/scale/scale_adds.h"
 
 namespace plumb {
 namespace {
-
-constexpr const char* kSplit = "plumb::residual_split";
-constexpr const char* kResidualAdd = "plumb::residual_add";
-constexpr const char* kAdd = "plumb::add";
-
-bool is_attention(const Node* node) {
-  if (!node->is_call()) return false;
-  std::string_view name = node->op_name();
-  if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
-  name.remove_prefix(name.rfind(':') + 1);
-  return name == "softmax" || name == "_softmax" || name == "_native_multi_head_attention";
-}
 
 // Returns whether a node is the root of a mean of squares or of a variance.
 bool is_norm_spelled_out(const Node* node) {
@@ -66,7 +54,9 @@ class UnitScaler {
     computed_ = computed_from_parameters(graph_, module_.state());
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
     replace_by_equivalents();
-    replace_adds();
+    ScaledAdds adds = scale_adds(module_, options_, users_choice_, report_);
+    changed_ |= adds.changed;
+    depth_of_ = std::move(adds.depth_of);
     unconstrain();
     report_chain();
     changed_ |= keep_views_working(graph_);
@@ -79,6 +69,7 @@ class UnitScaler {
   // Brings operators that were spelled out (t + matmul + add_, x * sigmoid(x)) and writes in place into the form that
   // the stages look for. The last bits may change: every operator changes anyway.
   void prepare() {
+    changed_ |= erase_identities(graph_);
     changed_ |= find_pass("raise").run(module_, {{"inexact", "true"}}, nullptr);
     changed_ |= find_pass("functionalise").run(module_, {}, nullptr);
   }
@@ -226,18 +217,32 @@ class UnitScaler {
     const bool custom = name == "plumb::python_function";
     if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || node->result_aliases_input())) return;
     if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
-    report_.add(
-        ReportKind::LeftAlone, node, node->target(), "",
-        custom ? "a custom autograd function: it computes what it did"
-        : is_norm_spelled_out(node)
-            ? "a norm in a form that has no unit-scaled equivalent (over other than the last dimensions, or with "
-              "parts that are used elsewhere)"
-            : "no unit-scaled equivalent");
+    report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                custom ? "a custom autograd function: it computes what it did" : why_without_equivalent(node));
+  }
+
+  std::string why_without_equivalent(const Node* node) const {
+    if (is_norm_spelled_out(node))
+      return "a norm in a form that has no unit-scaled equivalent (over other than the last dimensions, or with parts "
+             "that are used elsewhere)";
+    if (looks_like_mask(node->result(), module_.state())) return "it makes a mask, whose values have no scale";
+    const std::string_view name = node->op_name();
+    if ((name == "aten::mul" || name == "aten::div") && node->num_inputs() == 1) {
+      const auto number = number_of(node->args()[1]);
+      if (number && *number != 0 && std::abs(*number) != 1) {
+        std::ostringstream reason;
+        reason << (name == "aten::mul" ? "it multiplies by a number: " : "it divides by a number: ") << *number
+               << ", which changes the scale of its result and of all gradients before it";
+        return reason.str();
+      }
+    }
+    return "no unit-scaled equivalent";
   }
 
   // One line where many operators that stayed what they are come after each other with no norm in between.
   void report_chain() {
     constexpr size_t kLong = 64;
+    const auto differentiable = differentiable_nodes(graph_, module_.state());
     std::unordered_map<const Node*, size_t> length;
     const Node* last = nullptr;
     for (const Node* node : graph_.nodes()) {
@@ -248,7 +253,7 @@ class UnitScaler {
       for (const Value* value : node->inputs()) {
         if (auto it = length.find(value->producer()); it != length.end()) longest = std::max(longest, it->second);
       }
-      const bool scales = (name == "aten::mul" || name == "aten::div") && differentiable_now_.count(node);
+      const bool scales = (name == "aten::mul" || name == "aten::div") && differentiable.count(node);
       if (longest += scales) length[node] = longest;
       if (scales && (!last || longest > length[last])) last = node;
     }
@@ -273,143 +278,6 @@ class UnitScaler {
     return std::max<int64_t>(cell_calls_[weight->target()], 1);
   }
 
-  // --- stage 3
-
-  bool is_add(const Node* node) const {
-    return node->target() == "aten::add.Tensor" || node->target() == "aten::add.Scalar" ||
-           node->target() == "aten::add_.Tensor" || node->target() == "aten::add_.Scalar";
-  }
-
-  // Why an add stays an add; nothing if it is one of two tensors.
-  std::optional<std::string> add_obstacle(const Node* node) const {
-    if (node->target().ends_with(".Scalar") || !node->args()[0].is_value() || !node->args()[1].is_value())
-      return "it adds a number";
-    if (node->target() == "aten::add_.Tensor") return "it writes in place, and something else sees the memory";
-    if (!may_be_float(node->result(), module_.state())) return "it is no floating-point computation";
-    const Value* left = node->input(0);
-    const Value* right = node->input(1);
-    if (!left->is_tensor() || !right->is_tensor()) return "it adds a number";
-    if (!may_be_float(left, module_.state()) && !may_be_float(right, module_.state()))
-      return "it is no floating-point computation";
-    const bool left_flows = differentiable_now_.count(left->producer());
-    const bool right_flows = differentiable_now_.count(right->producer());
-    if (!left_flows && !right_flows) return "no gradient flows through it";
-    if ((!left_flows && looks_like_mask(left, module_.state())) ||
-        (!right_flows && looks_like_mask(right, module_.state())))
-      return "it adds a mask";
-    return std::nullopt;
-  }
-
-  static bool plain_alpha(const Node* node) {
-    const Arg* alpha = node->try_arg("alpha");
-    return alpha && number_of(*alpha) == 1.0;
-  }
-
-  void replace_adds() {
-    differentiable_now_ = differentiable_nodes(graph_, module_.state());
-    std::vector<Node*> adds, candidates;
-    for (Node* node : graph_.nodes()) {
-      if (!is_add(node) || users_choice_.count(node)) continue;
-      if (auto why = add_obstacle(node)) {
-        const bool integer = why->starts_with("it is no float") || why->starts_with("no gradient");
-        if (!integer) report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
-        continue;
-      }
-      adds.push_back(node);
-      if (plain_alpha(node)) candidates.push_back(node);
-    }
-    const ResidualAnalysis found = find_residual_adds(
-        graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
-    const std::vector<double> taus = choose_taus(found);
-    std::unordered_map<const Node*, size_t> residual;
-    for (size_t i = 0; i < found.adds.size(); ++i) residual.emplace(found.adds[i].add, i);
-    note_depths(found);
-    // The index of the skip operand, while values are still those of the analysis.
-    std::vector<size_t> skip_index(found.adds.size());
-    for (size_t i = 0; i < found.adds.size(); ++i)
-      skip_index[i] = found.adds[i].add->input(0) == found.adds[i].skip ? 0 : 1;
-
-    split_skips(found, taus, skip_index);
-    for (Node* add : adds) {
-      auto it = residual.find(add);
-      Node* made;
-      auto here = graph_.inserting_before(add);
-      if (it != residual.end()) {
-        const size_t i = it->second;
-        made = graph_.call(kResidualAdd, {add->input(1 - skip_index[i]), add->input(skip_index[i]), taus[i]});
-        report_
-            .add(ReportKind::Residual, add, add->target(), kResidualAdd,
-                 found.adds[i].attention ? "attention on the branch" : "no attention on the branch")
-            .tau = taus[i];
-      } else {
-        // Inside a residual branch the skip goes around the add: its gradient must keep the scale of its value.
-        const bool inside = found.inside.count(add);
-        made = graph_.call(kAdd, {add->input(0), add->input(1), add->arg("alpha")});
-        if (!inside) made->set_arg("constraint", std::nullopt);
-        report_.add(ReportKind::Replaced, add, add->target(), kAdd,
-                    plain_alpha(add) ? (inside ? "inside a residual branch" : "")
-                                     : "its alpha is not 1: not taken for a residual add");
-      }
-      replace_and_name(graph_, add, made);
-      changed_ = true;
-    }
-  }
-
-  std::vector<double> choose_taus(const ResidualAnalysis& found) const {
-    std::vector<bool> attention;
-    for (const auto& add : found.adds) attention.push_back(add.attention);
-    if (options_.tau_rule == TauRule::Depth)
-      return depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
-    std::vector<double> taus;
-    for (bool a : attention) taus.push_back(a ? options_.tau_attention : options_.tau_mlp);
-    return taus;
-  }
-
-  // Parameters used inside a residual branch learn more slowly in a deeper network (u-muP, table 2).
-  void note_depths(const ResidualAnalysis& found) {
-    if (options_.tau_rule != TauRule::Depth) return;
-    const auto depth = static_cast<int64_t>(found.adds.size());
-    for (const Node* node : found.inside) {
-      for (const Value* value : node->inputs()) {
-        if (const Node* attr = source_attribute(value)) depth_of_[attr->target()] = depth;
-      }
-    }
-  }
-
-  void split_skips(const ResidualAnalysis& found, const std::vector<double>& taus,
-                   const std::vector<size_t>& skip_index) {
-    // Outermost first: it ends last. Its branch side is then where the inner ones split off.
-    std::unordered_map<const Value*, Node*> last_split;
-    std::vector<Value*> branch(found.adds.size());
-    for (size_t i = found.adds.size(); i-- > 0;) {
-      const ResidualAdd& r = found.adds[i];
-      Value* from = r.parent >= 0 ? branch[static_cast<size_t>(r.parent)] : r.skip;
-      auto [after, first] = last_split.try_emplace(r.skip, r.skip->producer());
-      Node* before = after->second->next();
-      while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
-      auto here = graph_.inserting_before(before);
-      Node* split = graph_.call(kSplit, {from, taus[i]});
-      split->meta() = r.add->meta();
-      for (size_t side = 0; side < 2; ++side) split->result(side)->set_meta(r.skip->meta());
-      split->result(0)->rename(graph_.unique_name(r.skip->name() + "_branch"));
-      split->result(1)->rename(graph_.unique_name(r.skip->name() + "_skip"));
-      after->second = split;
-      branch[i] = split->result(0);
-      r.add->set_input(skip_index[i], split->result(1));
-    }
-    std::unordered_map<const Node*, const Value*> own_skip;
-    for (const ResidualAdd& r : found.adds) own_skip.emplace(r.add, r.skip);
-    for (const auto& [skip, users] : found.branch_of) {
-      for (const auto& [user, index] : users) {
-        if (auto it = own_skip.find(user); it != own_skip.end() && it->second == skip) continue;
-        Node* node = const_cast<Node*>(user);
-        for (size_t k = 0; k < node->num_inputs(); ++k) {
-          if (node->input(k) == skip) node->set_input(k, branch[static_cast<size_t>(index)]);
-        }
-      }
-    }
-  }
-
   // --- stage 4
 
   void unconstrain() {
@@ -418,7 +286,7 @@ class UnitScaler {
     std::unordered_set<const Node*> before_residual;
     for (size_t i = order.size(); i-- > 0;) {
       Node* node = order[i];
-      if (node->is_op(kResidualAdd) || before_residual.count(node)) {
+      if (node->is_op("plumb::residual_add") || before_residual.count(node)) {
         for (size_t k = 0; k < node->num_inputs(); ++k) before_residual.insert(node->input(k)->producer());
       }
     }
@@ -463,7 +331,7 @@ class UnitScaler {
   std::unordered_map<const Node*, bool> kept_;
   std::unordered_map<std::string, std::string> chosen_;  // results of replacements, and their operators
   std::unordered_set<const Replacement*> matched_;
-  std::unordered_set<const Node*> users_choice_, differentiable_, differentiable_now_;
+  std::unordered_set<const Node*> users_choice_, differentiable_;
   std::unordered_map<const Node*, std::string> computed_;
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;

@@ -61,8 +61,7 @@ struct UnitScaleOptions {
   double tau_mlp = 0.5;
   double residual_mult = 1.0;
   double residual_attn_ratio = 1.0;
-  // Stage 5. Off for a graph that shares parameters that were scaled before (the model captured again for another
-  // shape).
+  // Stage 5. Off for a graph that shares parameters scaled before (the model captured again for another shape).
   bool scale_parameters = true;
   // Stage 5 of a live model, whose tensors the graph shares: its parameters are confirmed, written in place or given
   // back instead of being replaced.

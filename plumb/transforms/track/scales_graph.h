@@ -41,8 +41,7 @@ class ScalesGraph {
   std::string to_json() const;
 };
 
-// Each function returns a copy without some nodes. Users of a removed node are connected to that node's inputs. Linear
-// time.
+// Each function returns a copy without some nodes, whose users are connected to the nodes' inputs. Linear time.
 
 // Removes what is no floating-point tensor. Users take its only floating-point input, if it has just one.
 ScalesGraph prune_non_float_tensors(const ScalesGraph& graph);

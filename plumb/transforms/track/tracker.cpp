@@ -288,8 +288,7 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
     watch(x, std::move(tracker), slot);
     return x;
   }
-  // A leaf, the caller's tensor, or one that is measured under another name as well: an alias has a gradient of its
-  // own.
+  // A leaf, the caller's tensor, or one also measured under another name: an alias has a gradient of its own.
   at::Tensor alias = at::alias(x);
   watch(alias, std::move(tracker), slot);
   return alias;

@@ -68,8 +68,8 @@ class Table(NamedTuple):
             self.live[key] = value
 
     def differences(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, before, now) of slots with another object; with the key None all of a set, or of a list of another
-        length."""
+        """(key, before, now) of slots with another object; with the key None all of a set, or of a list that got longer
+        or shorter."""
         if isinstance(self.live, dict):
             for key in [*self.before, *(k for k in self.live if k not in self.before)]:
                 before, now = self.before.get(key, MISSING), self.live.get(key, MISSING)

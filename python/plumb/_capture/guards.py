@@ -39,8 +39,8 @@ class _Same:
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
-    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by
-    identity."""
+    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by id.
+    """
     if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
         return hashed(value)
     if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST:

@@ -60,8 +60,7 @@ def _is_mirrored(operator: Any, func: Any) -> bool:
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """Redirects calls of torch's own functions and Python's operators, except those that torch's functions make of
-    another."""
+    """Redirects calls of torch's own functions and Python's operators, except those that torch's functions make."""
 
     def __init__(self, pairs: Replacements):
         super().__init__()

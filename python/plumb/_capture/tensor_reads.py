@@ -82,7 +82,7 @@ def _tolist(self: Tensor) -> Any:
 
 @contextlib.contextmanager
 def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
-    """Makes torch.is_grad_enabled() return `answer` to the model's own code outside of its own torch.no_grad(), as a
+    """Makes torch.is_grad_enabled() return this value to the model's own code outside of its own torch.no_grad(), as a
     capture always runs with gradients on. Yields the lines that ask."""
     original, lines = torch.is_grad_enabled, []
 

@@ -381,8 +381,7 @@ class CutPipe(Pipe):
         return merged
 
     def save_pt2(self, path: str | os.PathLike, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """Writes the undivided model as a ``.pt2`` file. Keeps ranges of sizes and sample inputs of a file that it came
-        from."""
+        """Writes the undivided model as a ``.pt2`` file. Keeps ranges of sizes and sample inputs of its own file."""
         save_pt2(self.merge(stage_states), path)
 
     # --- to look at ---

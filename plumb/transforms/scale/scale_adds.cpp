@@ -1,0 +1,224 @@
+#include "plumb/transforms/scale/scale_adds.h"
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "plumb/graph/operator_facts.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/residual.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kSplit = "plumb::residual_split";
+constexpr const char* kResidualAdd = "plumb::residual_add";
+constexpr const char* kAdd = "plumb::add";
+
+// Returns whether a node takes the largest of some values.
+bool chooses(const Node* node) {
+  static const std::set<std::string_view> names = {"aten::topk", "aten::sort", "aten::argmax", "aten::argsort"};
+  return node->is_call() && (names.count(node->op_name()) || node->target() == "aten::max.dim");
+}
+
+constexpr int kNear = 6;  // steps of masks, biases and views between a softmax and a choice
+
+bool is_chosen(const Value* value, int steps = kNear) {
+  static const std::set<std::string_view> through = {"aten::masked_fill", "aten::where", "aten::gather"};
+  const Node* node = value->producer();
+  if (chooses(node)) return true;
+  if (!steps || !node->is_call() || (!is_passthrough(node) && !through.count(node->op_name()))) return false;
+  const auto inputs = node->inputs();
+  return std::any_of(inputs.begin(), inputs.end(), [&](const Value* input) { return is_chosen(input, steps - 1); });
+}
+
+bool is_chosen_from(const Value* value, int steps = kNear) {
+  static const std::set<std::string_view> through = {"aten::add", "aten::mul", "aten::div", "aten::masked_fill"};
+  return std::any_of(value->uses().begin(), value->uses().end(), [&](const Use& use) {
+    const Node* user = use.user;
+    if (chooses(user)) return true;
+    if (!steps || !user->is_call() || (!is_passthrough(user) && !through.count(user->op_name()))) return false;
+    const auto& results = user->results();
+    return std::any_of(results.begin(), results.end(),
+                       [&](const Value* result) { return is_chosen_from(result, steps - 1); });
+  });
+}
+
+// A softmax is attention unless it is a router's: of logits that were chosen, or one whose results are chosen from.
+bool is_attention(const Node* node) {
+  if (!node->is_call()) return false;
+  std::string_view name = node->op_name();
+  if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
+  name.remove_prefix(name.rfind(':') + 1);
+  if (name == "softmax" || name == "_softmax") return !is_chosen(node->input(0)) && !is_chosen_from(node->result());
+  return name == "_native_multi_head_attention";
+}
+
+class AddScaler {
+ public:
+  AddScaler(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
+            Report& report)
+      : module_(module),
+        graph_(module.graph()),
+        options_(options),
+        keep_(keep),
+        report_(report),
+        differentiable_(differentiable_nodes(graph_, module.state())) {}
+
+  ScaledAdds run() {
+    std::vector<Node*> adds, candidates;
+    for (Node* node : graph_.nodes()) {
+      if (!is_add(node) || keep_.count(node)) continue;
+      if (auto why = add_obstacle(node)) {
+        const bool integer = why->starts_with("it is no float") || why->starts_with("no gradient");
+        if (!integer) report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      adds.push_back(node);
+      if (plain_alpha(node)) candidates.push_back(node);
+    }
+    const ResidualAnalysis found = find_residual_adds(
+        graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
+    const std::vector<double> taus = choose_taus(found);
+    std::unordered_map<const Node*, size_t> residual;
+    for (size_t i = 0; i < found.adds.size(); ++i) residual.emplace(found.adds[i].add, i);
+    note_depths(found);
+    // The index of the skip operand, while values are still those of the analysis.
+    std::vector<size_t> skip_index(found.adds.size());
+    for (size_t i = 0; i < found.adds.size(); ++i)
+      skip_index[i] = found.adds[i].add->input(0) == found.adds[i].skip ? 0 : 1;
+
+    split_skips(found, taus, skip_index);
+    for (Node* add : adds) {
+      auto it = residual.find(add);
+      Node* made;
+      auto here = graph_.inserting_before(add);
+      if (it != residual.end()) {
+        const size_t i = it->second;
+        made = graph_.call(kResidualAdd, {add->input(1 - skip_index[i]), add->input(skip_index[i]), taus[i]});
+        report_
+            .add(ReportKind::Residual, add, add->target(), kResidualAdd,
+                 found.adds[i].attention ? "attention on the branch" : "no attention on the branch")
+            .tau = taus[i];
+      } else {
+        // Inside a residual branch the skip goes around the add: its gradient must keep the scale of its value.
+        const bool inside = found.inside.count(add);
+        made = graph_.call(kAdd, {add->input(0), add->input(1), add->arg("alpha")});
+        if (!inside) made->set_arg("constraint", std::nullopt);
+        report_.add(ReportKind::Replaced, add, add->target(), kAdd,
+                    plain_alpha(add) ? (inside ? "inside a residual branch" : "")
+                                     : "its alpha is not 1: not taken for a residual add");
+      }
+      replace_and_name(graph_, add, made);
+      done_.changed = true;
+    }
+    return std::move(done_);
+  }
+
+ private:
+  // Why an add stays an add; nothing if it is one of two tensors.
+  std::optional<std::string> add_obstacle(const Node* node) const {
+    if (node->target().ends_with(".Scalar") || !node->args()[0].is_value() || !node->args()[1].is_value())
+      return "it adds a number";
+    if (node->target() == "aten::add_.Tensor") return "it writes in place, and something else sees the memory";
+    if (!may_be_float(node->result(), module_.state())) return "it is no floating-point computation";
+    const Value* left = node->input(0);
+    const Value* right = node->input(1);
+    if (!left->is_tensor() || !right->is_tensor()) return "it adds a number";
+    if (!may_be_float(left, module_.state()) && !may_be_float(right, module_.state()))
+      return "it is no floating-point computation";
+    const bool left_flows = differentiable_.count(left->producer());
+    const bool right_flows = differentiable_.count(right->producer());
+    if (!left_flows && !right_flows) return "no gradient flows through it";
+    if ((!left_flows && looks_like_mask(left, module_.state())) ||
+        (!right_flows && looks_like_mask(right, module_.state())))
+      return "it adds a mask";
+    return std::nullopt;
+  }
+
+  static bool plain_alpha(const Node* node) {
+    const Arg* alpha = node->try_arg("alpha");
+    return alpha && number_of(*alpha) == 1.0;
+  }
+
+  std::vector<double> choose_taus(const ResidualAnalysis& found) const {
+    std::vector<bool> attention;
+    for (const auto& add : found.adds) attention.push_back(add.attention);
+    if (options_.tau_rule == TauRule::Depth)
+      return depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
+    std::vector<double> taus;
+    for (bool a : attention) taus.push_back(a ? options_.tau_attention : options_.tau_mlp);
+    return taus;
+  }
+
+  // Parameters used inside a residual branch learn more slowly in a deeper network (u-muP, table 2).
+  void note_depths(const ResidualAnalysis& found) {
+    if (options_.tau_rule != TauRule::Depth) return;
+    const auto depth = static_cast<int64_t>(found.adds.size());
+    for (const Node* node : found.inside) {
+      for (const Value* value : node->inputs()) {
+        if (const Node* attr = source_attribute(value)) done_.depth_of[attr->target()] = depth;
+      }
+    }
+  }
+
+  void split_skips(const ResidualAnalysis& found, const std::vector<double>& taus,
+                   const std::vector<size_t>& skip_index) {
+    // Outermost first: it ends last. Its branch side is then where the inner ones split off.
+    std::unordered_map<const Value*, Node*> last_split;
+    std::vector<Value*> branch(found.adds.size());
+    for (size_t i = found.adds.size(); i-- > 0;) {
+      const ResidualAdd& r = found.adds[i];
+      Value* from = r.parent >= 0 ? branch[static_cast<size_t>(r.parent)] : r.skip;
+      auto [after, first] = last_split.try_emplace(r.skip, r.skip->producer());
+      Node* before = after->second->next();
+      while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
+      auto here = graph_.inserting_before(before);
+      Node* split = graph_.call(kSplit, {from, taus[i]});
+      split->meta() = r.add->meta();
+      for (size_t side = 0; side < 2; ++side) split->result(side)->set_meta(r.skip->meta());
+      split->result(0)->rename(graph_.unique_name(r.skip->name() + "_branch"));
+      split->result(1)->rename(graph_.unique_name(r.skip->name() + "_skip"));
+      after->second = split;
+      branch[i] = split->result(0);
+      r.add->set_input(skip_index[i], split->result(1));
+    }
+    std::unordered_map<const Node*, const Value*> own_skip;
+    for (const ResidualAdd& r : found.adds) own_skip.emplace(r.add, r.skip);
+    for (const auto& [skip, users] : found.branch_of) {
+      for (const auto& [user, index] : users) {
+        if (auto it = own_skip.find(user); it != own_skip.end() && it->second == skip) continue;
+        Node* node = const_cast<Node*>(user);
+        for (size_t k = 0; k < node->num_inputs(); ++k) {
+          if (node->input(k) == skip) node->set_input(k, branch[static_cast<size_t>(index)]);
+        }
+      }
+    }
+  }
+
+  GraphModule& module_;
+  Graph& graph_;
+  const UnitScaleOptions& options_;
+  const std::unordered_set<const Node*>& keep_;
+  Report& report_;
+  const std::unordered_set<const Node*> differentiable_;
+  ScaledAdds done_;
+};
+
+}  // namespace
+
+bool is_add(const Node* node) {
+  return node->target() == "aten::add.Tensor" || node->target() == "aten::add.Scalar" ||
+         node->target() == "aten::add_.Tensor" || node->target() == "aten::add_.Scalar";
+}
+
+ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
+                      Report& report) {
+  return AddScaler(module, options, keep, report).run();
+}
+
+}  // namespace plumb

@@ -1,0 +1,75 @@
+#include "plumb/transforms/scale/scale_adds.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "plumb/transforms/scale/unit_scale_testing.h"
+
+namespace plumb {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+using namespace testing_unit_scale;
+
+TEST(ScaleAdds, FindsASkipThatANormCastToTheTypeItHas) {
+  // Norms of transformers look like this: the cast returns its input itself, so capture knows the skip by its name.
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %n: f32[4, 8] = aten::rms_norm(%x, [8])
+      %f: f32[4, 8] = aten::gelu(%n)
+      %c: f32[4, 8] = aten::to.dtype(%x, torch.float32)
+      %y: f32[4, 8] = aten::add.Tensor(%c, %f)
+      output(%y)
+    })");
+  EXPECT_EQ(text, same(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
+      %n: f32[4, 8] = plumb::rms_norm(%x_branch, [8])
+      %f: f32[4, 8] = plumb::gelu(%n)
+      %y: f32[4, 8] = plumb::residual_add(%f, %x_skip, 0.5)
+      output(%y)
+    })"));
+  EXPECT_THAT(after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %f: bf16[4, 8] = aten::to.dtype(%x, torch.bfloat16)
+      %c: f32[4, 8] = aten::to.dtype(%x, torch.float32, False, True)
+      %g: f32[4, 8] = aten::mul.Tensor(%c, %f)
+      output(%g)
+    })"),
+              testing::AllOf(HasSubstr("%f: bf16[4, 8] = aten::to"), HasSubstr("%c: f32[4, 8] = aten::to")))
+      << "a cast to another type and a copy stay";
+}
+
+TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
+  // A choice among probabilities, the sharing out of what was chosen, and a mask of what was not.
+  for (const char* router : {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",
+                             "%c, %i = aten::topk(%x, 2) %v = aten::softmax.int(%c, -1)",
+                             "%c, %i = aten::max.dim(%x, -1, True) %l = aten::lt.Tensor(%x, %c) "
+                             "%k = aten::masked_fill.Tensor(%c, %l, %c) %v = aten::softmax.int(%k, -1)"}) {
+    const std::string text = after_scaling(std::string(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %f = aten::gelu(%x)
+      )") + router + R"(
+      %s = aten::sum.dim_IntList(%v, [-1], True)
+      %m = aten::mul.Tensor(%f, %s)
+      %y = aten::add.Tensor(%x, %m)
+      output(%y)
+    })");
+    EXPECT_THAT(text, HasSubstr("plumb::residual_split(%x, 0.5)")) << router;
+    EXPECT_THAT(text, Not(HasSubstr("0.01"))) << router;
+  }
+  EXPECT_THAT(after_scaling(R"(graph {
+      %x: f32[4, 4] = placeholder "x"
+      %l = aten::maximum(%x, %x)
+      %p = aten::softmax.int(%l, -1)
+      %m = aten::matmul(%p, %x)
+      %y = aten::add.Tensor(%x, %m)
+      output(%y)
+    })"),
+              HasSubstr("plumb::residual_split(%x, 0.01)"))
+      << "what attention does to its logits is no choice";
+}
+
+}  // namespace
+}  // namespace plumb
