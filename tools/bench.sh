@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every benchmark and writes the tables: bench.sh BUILD OUTPUT.md. Programs are benchmarks/*_bench.cpp, scripts are
 # benchmarks/*.py, which print their own Markdown and find benchmarks/*_cases.cpp, their libraries, under $PLUMB_BUILD.
-# One that fails is named at the end, and the answer is then 1.
+# One that fails is named at the end, and the exit code is then 1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1 output=$2

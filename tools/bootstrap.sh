@@ -2,7 +2,7 @@
 # Makes .venv (torch and the build tools) and installs missing distribution packages. Quick when all is there.
 #
 #   bootstrap.sh [demo | wheel | test | dev]    each level has what those before it have; without one: dev
-#   bootstrap.sh --check LEVEL                  only answers whether all is there
+#   bootstrap.sh --check LEVEL                  only reports whether all is there
 #   TORCH_PYTHON=/path/to/python   use the torch (2.11 or newer) of that Python instead of installing one
 set -euo pipefail
 cd "$(dirname "$0")/.."

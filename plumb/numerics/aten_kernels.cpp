@@ -11,6 +11,7 @@
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/device_kernels.h"
 #include "plumb/numerics/element.h"
+#include "plumb/numerics/metrics_gather.h"
 
 namespace plumb::aten_kernels {
 namespace {
@@ -247,6 +248,13 @@ Blocks round_blocks_in(const Tensor& x, const RoundingSpec& spec, const kernel::
 
 constexpr int64_t kFields = 10;
 
+// Returns unit_of() of a largest magnitude on its device.
+Tensor units_of(const Tensor& abs_max) {
+  const Tensor ordinary = at::where(abs_max.lt(kLeastOrdinary).logical_and(abs_max > 0),
+                                    at::full_like(abs_max, kSmallUnit), at::ones_like(abs_max));
+  return at::where(abs_max.ge(kLeastLarge), at::full_like(abs_max, kLargeUnit), ordinary);
+}
+
 Tensor exponent_counts(const Tensor& x) {
   Tensor bin;
   if (at::isFloatingType(x.scalar_type()) && x.scalar_type() != at::kDouble) {
@@ -414,14 +422,15 @@ Tensor gather_metrics(const Tensor& x, bool histogram) {
     if (own->pass({.x = in_memory_order(x), .histogram = histogram, .before = gathered})) return gathered;
   }
   const Tensor v = x.to(at::kDouble), finite = at::isfinite(v), zero = at::zeros({}, options);
-  const Tensor kept = at::where(finite, v, zero), magnitude = kept.abs();
   const auto number_of = [](const Tensor& condition) { return condition.sum().to(at::kDouble); };
+  const Tensor magnitude = at::where(finite, v.abs(), zero), most = magnitude.max();
+  Tensor kept = at::where(finite, v, zero);
+  if (x.scalar_type() == at::kDouble) kept = kept * units_of(most).reciprocal();
   const Tensor count = number_of(finite), mean = kept.sum() / count.clamp_min(1);
-  const Tensor apart = at::where(finite, v - mean, zero);
+  const Tensor apart = at::where(finite, kept - mean, zero);
   const Tensor least = at::where(finite, magnitude, at::Scalar(kInfinity)).min();
-  Tensor fields =
-      at::stack({count, mean, (apart * apart).sum(), magnitude.sum(), magnitude.max(), least, number_of(at::isnan(v)),
-                 number_of(v == kInfinity), number_of(v == -kInfinity), number_of(v == 0)});
+  Tensor fields = at::stack({count, mean, (apart * apart).sum(), kept.abs().sum(), most, least, number_of(at::isnan(v)),
+                             number_of(v == kInfinity), number_of(v == -kInfinity), number_of(v == 0)});
   return histogram ? at::cat({fields, exponent_counts(x)}) : fields;
 }
 
@@ -436,7 +445,7 @@ void merge_gathered(kernel::Partial& into, const Tensor& gathered) {
     for (int i = 0; i < kernel::kHistogramBins; ++i) counts[i] = uint64_t(v[kFields + i]);
     from.histogram = counts;
   }
-  merge(into, from);
+  merge_in_units(into, from);
 }
 
 TensorMetrics metrics_of(const Tensor& gathered, int64_t numel) {
@@ -462,7 +471,9 @@ Tensor tensor_metrics(const Tensor& x, bool histogram) {
   const Tensor abs_mean = at::where((mean_abs - mean).abs() <= 1e-11 * mean_abs, mean_abs, mean);
   const Tensor std = n > 1 ? (p[2] / (n - 1)).sqrt() : nan;
   const Tensor of_infinities = at::where((positive > 0).logical_and(negative > 0), nan, infinity);
-  Tensor values = at::stack({mean_abs, abs_mean, std, p[4], p[5]});
+  Tensor means = at::stack({mean_abs, abs_mean, std});
+  if (x.scalar_type() == at::kDouble) means = means * units_of(p[4]);
+  Tensor values = at::cat({means, p.narrow(0, 4, 2)});
   values = at::where(infinities > 0, at::stack({infinity, of_infinities, nan, infinity, p[5]}), values);
   values = at::where(n == 0 ? at::ones_like(nans).to(at::kBool) : nans > 0, nan, values);
   const Tensor counts = at::stack({number(n), nans, infinities, p[9]});

@@ -187,6 +187,8 @@ TEST(AtenKernels, MetricsAreThoseOfTheCpu) {
     for (size_t i = 0; i < specials.size(); ++i) x[int64_t(i) * 7] = specials[i];
     all.push_back(x);
   }
+  for (double scale : {1e-310, 1e-200, 1e-80, 1e80, 1e154, 1e200, 1e300})
+    all.push_back((at::randn({500}, at::kDouble) + 0.3) * scale);
   for (const at::Tensor& values : all) {
     for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
       const at::Tensor x = values.to(dtype);

@@ -199,7 +199,7 @@ struct BitCounters {
   BitCounters() {
     for (Bits& digit : digits) digit = hn::Zero(d);
   }
-  // Answers what is carried.
+  // Returns the carry.
   static Bits add(Bits& digit, Bits a, Bits b) {
     const Bits one = hn::Xor(a, b), over = hn::OrAnd(hn::And(a, b), digit, one);
     digit = hn::Xor(digit, one);

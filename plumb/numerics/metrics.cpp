@@ -1,5 +1,7 @@
 #include "plumb/numerics/metrics.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "plumb/core/error.h"
@@ -20,15 +22,16 @@ void measure_dense(const at::Tensor& x, kernel::Partial& into, const MetricsOpti
   const size_t size = x.element_size();
   const auto run = kernel::kernels().measure[carrier];
   const int64_t numel = x.numel();
-  if (numel <= MetricsGatherer::kPiece) {
+  if (numel <= MetricsGatherer::kPiece && carrier != kernel::kFloat64) {
     if (numel > 0) run(data, numel, into);
     return;
   }
   MetricsGatherer gatherer(numel, options);
   MetricsGatherer::for_pieces(numel, [&](int64_t piece, int64_t begin, int64_t end) {
     run(data + begin * size, end - begin, gatherer.piece(piece));
+    gatherer.measured(piece, data + begin * size, end - begin, carrier);
   });
-  merge(into, gatherer.merged());
+  merge_in_units(into, gatherer.merged());
 }
 
 bool is_carrier(at::ScalarType dtype) {
@@ -103,7 +106,32 @@ double becomes_zero(const FPFormat& format, double scale, int e) {
   return 0;
 }
 
+void change_unit(kernel::Partial& p, double from, double to) {
+  const double factor = from / to;
+  p.mean *= factor, p.m2 = p.m2 * factor * factor, p.sum_abs *= factor;
+}
+
 }  // namespace
+
+void measure_in_unit(const double* x, int64_t n, kernel::Partial& p) {
+  const double factor = 1 / unit_of(p.abs_max);
+  if (factor == 1) return;
+  kernel::Partial sums;
+  std::array<double, 4096> scaled;
+  for (int64_t i = 0; i < n; i += int64_t(scaled.size())) {
+    const int64_t m = std::min(n - i, int64_t(scaled.size()));
+    for (int64_t j = 0; j < m; ++j) scaled[size_t(j)] = x[i + j] * factor;
+    kernel::kernels().measure[kernel::kFloat64](scaled.data(), m, sums);
+  }
+  p.mean = sums.mean, p.m2 = sums.m2, p.sum_abs = sums.sum_abs;
+}
+
+void merge_in_units(kernel::Partial& into, kernel::Partial from) {
+  const double unit = unit_of(std::max(into.abs_max, from.abs_max));
+  change_unit(into, unit_of(into.abs_max), unit);
+  change_unit(from, unit_of(from.abs_max), unit);
+  merge(into, from);
+}
 
 TensorMetrics finish_metrics(const kernel::Partial& p, int64_t numel) {
   TensorMetrics m;
@@ -112,7 +140,9 @@ TensorMetrics finish_metrics(const kernel::Partial& p, int64_t numel) {
   m.inf_count = p.positive_infinities + p.negative_infinities;
   m.zero_count = p.zeros;
   const auto [mean_abs, abs_mean, std, abs_max, abs_min] = kernel::finish(p, numel);
-  m.mean_abs = mean_abs, m.abs_mean = abs_mean, m.std = std, m.abs_max = abs_max, m.abs_min = abs_min;
+  const double unit = unit_of(p.abs_max);
+  m.mean_abs = mean_abs * unit, m.abs_mean = abs_mean * unit, m.std = std * unit;
+  m.abs_max = abs_max, m.abs_min = abs_min;
   if (p.histogram) {
     m.histogram.emplace();
     for (int i = 0; i < kernel::kHistogramBins; ++i) m.histogram->counts[i] = int64_t(p.histogram[i]);
@@ -175,7 +205,7 @@ void MetricsSum::add(const at::Tensor& x) {
 void MetricsSum::add(const MetricsSum& other) {
   State& mine = *state_;
   if (!other.state_->options.histogram) mine.partial.histogram = nullptr, mine.options.histogram = false;
-  merge(mine.partial, other.state_->partial);
+  merge_in_units(mine.partial, other.state_->partial);
   mine.on_devices.insert(mine.on_devices.end(), other.state_->on_devices.begin(), other.state_->on_devices.end());
   mine.numel += other.state_->numel;
 }

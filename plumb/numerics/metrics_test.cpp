@@ -118,6 +118,38 @@ TEST(Metrics, AnyRangeOfValues) {
   expect_torch(at::zeros({5000}));
 }
 
+// Powers of two change no digits; torch's own std overflows here.
+TEST(Metrics, DeviationsOfFloat64HaveItsWholeRange) {
+  at::manual_seed(13);
+  for (int64_t n : {2, 17, 5000, 300000}) {
+    const at::Tensor x = at::randn({n}, at::kDouble) + 0.5;
+    const TensorMetrics plain = measure(x);
+    for (int exponent : {-1000, -700, -433, -432, -300, 300, 431, 432, 700, 1018}) {
+      const at::Tensor large = x * std::ldexp(1.0, exponent / 2) * std::ldexp(1.0, exponent - exponent / 2);
+      const std::string what = std::to_string(n) + " values of 2^" + std::to_string(exponent);
+      TensorMetrics before, after;
+      quantise_and_measure(large, FPFormat::parse("E4M3"), &before, &after);
+      for (const TensorMetrics& m : {measure(large), before}) {
+        for (auto [got, of] : {std::pair(m.std, plain.std), {m.mean_abs, plain.mean_abs}, {m.abs_mean, plain.abs_mean}})
+          EXPECT_NEAR(std::ldexp(got, -exponent / 2) * std::ldexp(1.0, exponent / 2 - exponent), of, 1e-9 * of) << what;
+        EXPECT_EQ(m.abs_max, large.abs().max().item<double>()) << what;
+      }
+    }
+  }
+}
+
+TEST(Metrics, PartsOfAnyFloat64MagnitudeAreMeasuredAsOne) {
+  at::manual_seed(14);
+  const at::Tensor x = at::randn({300000}, at::kDouble);
+  std::vector<at::Tensor> parts = {x * 1e-250, x, x.slice(0, 0, 1000) * 1e200, x * 3e200, x.slice(0, 0, 7) * 1e-300};
+  MetricsSum sum;
+  for (const at::Tensor& part : parts) sum.add(part);
+  const at::Tensor all = at::cat(parts);
+  const double expected = (all * 1e-200).std().item<double>() * 1e200;
+  EXPECT_NEAR(sum.metrics().std, expected, 1e-9 * expected);
+  EXPECT_NEAR(measure(all).std, expected, 1e-9 * expected);
+}
+
 TEST(Metrics, HistogramsOfAnySpreadCountEveryValue) {
   at::manual_seed(2);
   for (int64_t n : {512, 700, 4096, 5000}) {

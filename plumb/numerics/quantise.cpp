@@ -178,6 +178,8 @@ at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, Ten
   MetricsGatherer::for_pieces(x.numel(), [&](int64_t piece, int64_t begin, int64_t end) {
     run(from + begin * size, to + begin * size, end - begin, spec, stream, begin / kernel::kRandomBlock,
         before ? &gather_before.piece(piece) : nullptr, after ? &gather_after.piece(piece) : nullptr);
+    if (before) gather_before.measured(piece, from + begin * size, end - begin, carrier);
+    if (after) gather_after.measured(piece, to + begin * size, end - begin, carrier);
   });
   if (before) *before = gather_before.finish();
   if (after) *after = gather_after.finish();

@@ -354,4 +354,5 @@ def visualiser(
     return plot(tracked.scales_graph(), **plot_kwargs)
 
 
-__all__ = ["example_batch", "graph_to_dataframe", "plot", "visualiser"]
+visualizer = visualiser  # the same in torch's spelling; the name above is unit-scaling's
+__all__ = ["example_batch", "graph_to_dataframe", "plot", "visualiser", "visualizer"]

@@ -125,6 +125,9 @@ class FPFormat:
         """`x` unchanged; its gradient is rounded."""
         return ops.simulate_format(x, "none", self.spec, dim=dim)
 
+    # The same in torch's spelling; the names above are unit-scaling's.
+    quantize, quantize_fwd, quantize_bwd = quantise, quantise_fwd, quantise_bwd
+
 
 def format_to_tuple(format: FPFormat) -> Tuple[int, int]:
     """``(exponent_bits, mantissa_bits)``: rounding and name are not in it."""

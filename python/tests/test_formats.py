@@ -51,6 +51,14 @@ def test_wrong_formats_are_refused(wrong):
         FPFormat(*wrong)
 
 
+def test_names_have_torchs_spelling_too():
+    from plumb import analysis
+
+    for name in ("quantise", "quantise_fwd", "quantise_bwd"):
+        assert getattr(FPFormat, name.replace("quantise", "quantize")) is getattr(FPFormat, name)
+    assert analysis.visualizer is analysis.visualiser
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_quantise_keeps_dtype_and_shape(dtype):
     x = torch.linspace(-300, 300, 40, dtype=dtype).view(5, 8)

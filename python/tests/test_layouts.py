@@ -1,12 +1,7 @@
 """Runs that die in one layout and go on in another: pairs of tools/layouts_table.py."""
 
-import pathlib
-import sys
-
+import layout_runs
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
-import layouts_table as table
 
 
 @pytest.mark.parametrize(
@@ -19,11 +14,11 @@ import layouts_table as table
     ],
 )
 def test_a_run_goes_on_in_another_layout_with_the_bits_of_one_that_nobody_killed(tmp_path, monkeypatch, model, first, second):
-    monkeypatch.setattr(table, "STEPS", 8)
-    run = table.Run(tmp_path, table.MODELS[model](tmp_path))
+    monkeypatch.setattr(layout_runs, "STEPS", 8)
+    run = layout_runs.Run(tmp_path, layout_runs.MODELS[model](tmp_path))
     losses, wanted = run.train("1 x 1", "whole"), run.last("whole")
     assert len(losses) == wanted[0] == 8
     before = run.train(first, "killed", kill_at=5)
-    assert table.go_on(run, before, losses, wanted, second, "killed") == (0, 0, 0)
+    assert layout_runs.go_on(run, before, losses, wanted, second, "killed") == (0, 0, 0)
     other = {name: value + 1 for name, value in wanted[1].items()}
-    assert table.differing_bits(other, wanted[1]) > 0 and table.differing_bits({}, losses) >= 8
+    assert layout_runs.differing_bits(other, wanted[1]) > 0 and layout_runs.differing_bits({}, losses) >= 8

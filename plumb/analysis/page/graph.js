@@ -10,7 +10,7 @@ for (const figure of all(".graph-view")) {
   };
   const chains = d.entries.map((_, i) => around(i));
   const names_of = d.modules.map(([, , head]) => lines[head].querySelector("text").textContent);
-  // Neighbours with the numbers n, n + 1, ... and the same lines: [{members, rolled}].
+  // Neighbors with the numbers n, n + 1, ... and the same lines: [{members, rolled}].
   const lines_of = m => {
     const [, depth, head, last] = d.modules[m], out = [];
     for (let i = head + 1; i <= last; ++i) out.push(d.modules[d.entries[i][1]][1] - depth, ...all("text", lines[i]).map(t => t.textContent));

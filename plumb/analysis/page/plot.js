@@ -32,7 +32,7 @@ const nearest = (xs, x) => {
 };
 
 // d: {curves: [{name, color, dashed, x, y}], x_label, y_label, height, log, smooth}, x ascending. `powers`: y holds
-// exponents of two. `at`: a step that is marked. Answers what draws it again after a change of d.
+// exponents of two. `at`: a step that is marked. Returns a function that draws it again after a change of d.
 const plot = (target, d, {tools = true, powers = false} = {}) => {
   const off = new Set(), holder = html("div", "", null, "plot");
   let log = d.log, smooth = d.smooth, from = -Infinity, to = Infinity, lines = [], view = null, width = 0;
