@@ -12,9 +12,9 @@
 #include "plumb/core/str.h"
 #include "plumb/cuda/self_check.h"
 #include "plumb/numerics/codes.h"
+#include "plumb/numerics/cpu_kind.h"
 #include "plumb/numerics/dropout_noise.h"
 #include "plumb/numerics/kernels.h"
-#include "plumb/numerics/machine.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/pipeline/launch/environment.h"
@@ -112,7 +112,7 @@ Finding gloo() {
 }  // namespace
 
 std::vector<Finding> doctor() {
-  const Machine& m = machine();
+  const CpuKind& m = cpu_kind();
   std::vector<Finding> all = {
       {"CPU", (m.vendor.empty() ? "unknown maker" : m.vendor) + ": " + joined_words(m.instructions, "no vectors"), ""},
       {"torch",

@@ -1,4 +1,4 @@
-// Whether a training's numbers come from one kind of CPU (plumb/numerics/machine.h, docs/determinism.md).
+// Whether a training's numbers come from one kind of CPU (plumb/numerics/cpu_kind.h, docs/determinism.md).
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
-// The causes of torch's own products' bits besides their inputs: libraries choose kernels by the CPU, and the
-// environment can ask for others (docs/determinism.md). plumb's own kernels have the same bits everywhere.
+// The bits of torch's own products depend on the kind of CPU: libraries choose kernels by it, and the environment can
+// ask for others (docs/determinism.md). plumb's own kernels have the same bits everywhere.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace plumb {
 
-struct Machine {
+struct CpuKind {
   std::string vendor;                     // "AuthenticAMD", "GenuineIntel"; on ARM the implementer, "0x41"
   std::vector<std::string> instructions;  // those that choose kernels: "avx2", "avx512f", "amx_tile", "sve", sorted
   std::string aten;                       // torch's choice, "AVX512", which ATEN_CPU_CAPABILITY lowers
@@ -15,10 +15,10 @@ struct Machine {
   std::string torch;                      // "2.13.0+cpu"
 };
 
-// The machine of this process.
-const Machine& machine();
+// Returns the kind that this process computes on.
+const CpuKind& cpu_kind();
 
 // Returns all of it in a line. Two processes with one text, one number of threads and one torch have the same bits.
-std::string to_string(const Machine& machine);
+std::string to_string(const CpuKind& kind);
 
 }  // namespace plumb

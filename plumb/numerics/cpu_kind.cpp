@@ -1,4 +1,4 @@
-#include "plumb/numerics/machine.h"
+#include "plumb/numerics/cpu_kind.h"
 
 #include <ATen/Version.h>
 #include <torch/version.h>
@@ -19,8 +19,8 @@ constexpr std::array kInstructions = {"sse4_1",      "avx",         "avx2",     
 constexpr std::array kSettings = {"ATEN_CPU_CAPABILITY", "MKL_CBWR",           "MKL_ENABLE_INSTRUCTIONS",
                                   "MKL_DEBUG_CPU_TYPE",  "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"};
 
-Machine read_machine() {
-  Machine found;
+CpuKind read_cpu_kind() {
+  CpuKind found;
   std::ifstream file("/proc/cpuinfo");
   std::string line;
   while (std::getline(file, line)) {
@@ -47,12 +47,12 @@ Machine read_machine() {
 
 }  // namespace
 
-const Machine& machine() {
-  static const Machine found = read_machine();
+const CpuKind& cpu_kind() {
+  static const CpuKind found = read_cpu_kind();
   return found;
 }
 
-std::string to_string(const Machine& m) {
+std::string to_string(const CpuKind& m) {
   std::string text = m.vendor.empty() ? "unknown CPU" : m.vendor;
   for (const std::string& name : m.instructions) text += " " + name;
   text += ", ATen " + m.aten;
