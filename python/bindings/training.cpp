@@ -39,18 +39,18 @@ class PythonBatches : public BatchSource {
 };
 
 // None for a number that is not finite, as JSON has it.
-py::object to_python(const nlohmann::json& value) {
+py::object json_to_python(const nlohmann::json& value) {
   if (value.is_number_integer()) return py::int_(value.get<int64_t>());
   if (value.is_number_float() && std::isfinite(value.get<double>())) return py::float_(value.get<double>());
   if (value.is_string()) return py::str(value.get_ref<const std::string&>());
   if (value.is_array()) {
     py::list list;
-    for (const auto& each : value) list.append(to_python(each));
+    for (const auto& each : value) list.append(json_to_python(each));
     return list;
   }
   if (!value.is_object()) return py::none();
   py::dict dict;
-  for (const auto& [key, each] : value.items()) dict[py::str(key)] = to_python(each);
+  for (const auto& [key, each] : value.items()) dict[py::str(key)] = json_to_python(each);
   return dict;
 }
 
@@ -68,7 +68,7 @@ std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const Fie
   // An exception of a hook (KeyboardInterrupt among them) ends the training as it is.
   hooks.event = [event = std::move(event)](const TrainEvent& what) {
     py::gil_scoped_acquire gil;
-    event(kind_of(what), to_python(to_json(what)));
+    event(kind_of(what), json_to_python(to_json(what)));
   };
   hooks.stop_signal = [&stop = made->stop] { return stop ? SIGINT : 0; };
   TrainParts parts{std::move(module), nullptr};

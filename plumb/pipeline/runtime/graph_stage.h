@@ -12,6 +12,7 @@
 #include "plumb/pipeline/runtime/layout.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/transport/process_group.h"
+#include "plumb/schedule/schedule.h"
 
 namespace plumb {
 

@@ -56,7 +56,7 @@ Fp8Results fp8_results(const std::shared_ptr<GraphModule>& module, const std::ve
   return results;
 }
 
-void expect_same_bits(const Fp8Results& a, const Fp8Results& b, const std::string& what) {
+void expect_same_fp8_bits(const Fp8Results& a, const Fp8Results& b, const std::string& what) {
   EXPECT_TRUE(at::equal(a.loss, b.loss)) << what;
   for (size_t i = 0; i < a.gradients.size(); ++i)
     EXPECT_TRUE(at::equal(a.gradients[i], b.gradients[i])) << what << ", gradient " << i;
@@ -144,7 +144,7 @@ TEST(UseFp8, HasTheBitsOfTheSimulationForEveryFormOfAProduct) {
     Report report;
     auto fp8 = use_fp8(module);
     EXPECT_THAT(to_string(fp8->graph()), Not(HasSubstr("simulate_format"))) << c.what;
-    expect_same_bits(fp8_results(fp8, c.inputs), fp8_results(simulated_as_fp8(module), c.inputs), c.what);
+    expect_same_fp8_bits(fp8_results(fp8, c.inputs), fp8_results(simulated_as_fp8(module), c.inputs), c.what);
   }
 }
 
@@ -224,10 +224,10 @@ TEST(UseFp8, SumsTheGradientsOfAValuesProductsBeforeThoseOfItsOtherUsers) {
   EXPECT_THAT(to_string(fp8->graph()), HasSubstr(" = aten::alias(%h)"));
   EXPECT_THAT(to_string(fp8->graph()), HasSubstr("plumb::fp8_linear(%alias, %k, "));
   const at::Tensor x = randn_there({32, 16});
-  expect_same_bits(fp8_results(fp8, {x}), fp8_results(simulated_as_fp8(module), {x}), "");
+  expect_same_fp8_bits(fp8_results(fp8, {x}), fp8_results(simulated_as_fp8(module), {x}), "");
   drop_fp8(*fp8);
   EXPECT_THAT(to_string(fp8->graph()), Not(AnyOf(HasSubstr("alias"), HasSubstr("plumb::"))));
-  expect_same_bits(fp8_results(fp8, {x}), fp8_results(module, {x}), "dropped");
+  expect_same_fp8_bits(fp8_results(fp8, {x}), fp8_results(module, {x}), "dropped");
 }
 
 TEST(UseFp8, DrawsForAGradientOnce) {
