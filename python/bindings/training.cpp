@@ -10,6 +10,7 @@
 #include "plumb/core/json_text.h"
 #include "plumb/training/doctor.h"
 #include "plumb/training/trainer.h"
+#include "report.h"
 
 namespace plumb::python {
 namespace {
@@ -42,7 +43,7 @@ class PythonBatches : public BatchSource {
 py::object json_to_python(const nlohmann::json& value) {
   if (value.is_number_integer()) return py::int_(value.get<int64_t>());
   if (value.is_number_float() && std::isfinite(value.get<double>())) return py::float_(value.get<double>());
-  if (value.is_string()) return py::str(value.get_ref<const std::string&>());
+  if (value.is_string()) return readable(value.get_ref<const std::string&>());
   if (value.is_array()) {
     py::list list;
     for (const auto& each : value) list.append(json_to_python(each));
