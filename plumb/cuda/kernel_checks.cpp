@@ -124,7 +124,10 @@ std::string check_decode(const DeviceKernels& kernels, const Tensor& values, con
 std::string check_round_blocks(const DeviceKernels& kernels, const BlocksTask& task, bool aligned) {
   const int64_t size = task.block.size, asked = task.x.dim() == 0 ? 1 : task.x.size(-1);
   const int64_t length = asked % size == 0 ? 2 * size : 2 * size + 5, blocks = (length + size - 1) / size;
-  Tensor values = hard_values(task.x.scalar_type(), task.x.device(), aligned);
+  // Where one number for the tensor scales all blocks, the largest values would make zeros of the others.
+  const auto dtype = task.x.scalar_type();
+  const Tensor values = task.block.power_of_two ? hard_values(dtype, task.x.device(), aligned)
+                                                : plain_values(dtype, task.x.device(), aligned, 0);
   const int64_t rows = values.numel() / length;
   BlocksTask hard = task;
   hard.seed = kSeed;

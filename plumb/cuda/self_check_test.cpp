@@ -114,7 +114,10 @@ TEST_F(SelfCheck, KernelsBrokenInThreeWaysAreOffAndTheirWorkIsDone) {
         EXPECT_TRUE(at::allclose(found[i], wanted[i], 1e-2, 1e-2, true)) << i;
     }
     int off = 0;
-    for (const KernelVerdict& verdict : kernel_verdicts()) off += !verdict.wrong.empty();
+    for (const KernelVerdict& verdict : kernel_verdicts()) {
+      off += !verdict.wrong.empty();
+      EXPECT_NE(verdict.wrong, "") << verdict.kernel;
+    }
     EXPECT_EQ(off, int(kernel_verdicts().size()));
     EXPECT_EQ(warnings.texts.size(), size_t(off)) << "one warning each";
     ASSERT_FALSE(warnings.texts.empty());
