@@ -11,10 +11,10 @@ namespace plumb {
 // Class names by path, "" for the root: what named_modules() says.
 using ModuleTypes = std::map<std::string, std::string>;
 
-// Gives every call without a module one, by the parameters and buffers that are read: a node that reads one, itself or
-// through what was made of such alone, is of the module that has it; one that reads none is of the innermost module
-// around the ones before and behind it, or around those that called what it reads, if that is farther in. So a call of
-// a module without parameters counts to the module around it.
+// Gives every call without a module one, by the parameters and buffers that are read. A node that reads one, itself or
+// through a value made of such alone, is of the module that has it. Any other node is of the innermost module around
+// the ones before and behind it, or around those whose results it reads, if that is farther in. So a call of a module
+// without parameters counts to the module around it.
 void name_modules_by_state(Graph& graph, const ModuleTypes& types);
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// Kernels are held against the CPU's before they work: a kernel with other bits, one that does not start, and one whose
+// Compares kernels with the CPU's before they work: a kernel with other bits, one that does not start, and one whose
 // compilation fails are turned off on their device, with one warning. ATen's operators do their work from then on.
 #pragma once
 

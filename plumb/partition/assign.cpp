@@ -12,7 +12,7 @@
 namespace plumb::detail {
 namespace {
 
-// Nodes that may be made again in every stage: at most so many for one value, or it is sent instead.
+// Nodes that may be made again in every stage: at most this many for one value, or it is sent instead.
 constexpr int kCopyLimit = 24;
 
 bool under(std::string_view name, std::string_view path) {

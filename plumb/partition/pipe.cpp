@@ -136,7 +136,7 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
 
 c10::IValue Pipe::forward(std::vector<c10::IValue> args,
                           std::vector<std::pair<std::string, c10::IValue>> kwargs) const {
-  // A module that only hands its inputs on takes the structured call apart and checks it as every module does.
+  // A module that only returns its inputs takes the structured call apart and checks it as every module does.
   Graph graph;
   std::vector<Arg> leaves;
   for (size_t i = 0; i < input_names_.size(); ++i)

@@ -19,7 +19,7 @@ using Kind = PointwiseKind;
 
 constexpr int64_t kUnit = 4096, kLargestBlock = 32768;  // elements
 constexpr int64_t kCacheBytes = int64_t(3) << 18;       // of a second-level cache, for all that a block touches
-// Torch's gelu of floats is a library's, of which a call takes as long as thousands of elements: so many times larger.
+// Torch's gelu of floats is a library's, whose call costs as much as thousands of elements: blocks grow by this factor.
 constexpr int64_t kCostlyCall = 8;
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -17,8 +17,8 @@ struct LowerOptions {
 // one message for every microbatch and edge that crosses ranks, straight from the stage that makes the value to each
 // that uses it. Idle entries go.
 //
-// All rows follow one order in time (that of the table with F = I = W = 1, B = 2, a message standing in both its rows
-// at the instant its value is made), so the result runs without deadlock even where sends and receives block until both
+// All rows follow one order in time: that of the table with F = I = W = 1, B = 2, a message standing in both its rows
+// at the instant its value is made. So the result runs without deadlock even if sends and receives block until both
 // ends are there and messages between two ranks may not overtake each other.
 //
 // Throws Error(Schedule) for a table that cannot run or has messages already. A table without any backward (evaluation)

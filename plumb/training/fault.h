@@ -16,7 +16,7 @@ struct Fault {
   Kind kind = Kind::Kill;
   int rank = 0;  // among all processes
   int64_t step = 0;
-  size_t action = 0;  // so many of the rank's actions of the step are done before
+  size_t action = 0;  // number of the rank's actions of the step that are done before
   std::string text;
 
   // Kills or stops (SIGSTOP) this process, or throws Error(ExecutionFailed).

@@ -100,7 +100,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   watch_progress();
   step_ = std::make_unique<TrainStep>(o_, job_, ranks_);
   go_on();
-  // Copies of one parameter are held against each other: after a newcomer has the state of the others.
+  // Copies of one parameter are compared with each other, after a newcomer has the state of the others.
   if (job_.eval_samples)
     evaluator_ = std::make_unique<Evaluator>(o_, job_, *job_.eval_samples, ranks_.world, ranks_.groups);
   step_->connect();

@@ -87,7 +87,7 @@ def unflatten(leaves: list, spec: Any) -> Any:
 
 
 def plain_value(x: Any) -> Any:
-    """Returns an input that is no tensor, to be held against those of later calls; arrays may be written meanwhile."""
+    """Returns an input that is no tensor, to be compared with those of later calls; arrays may be written meanwhile."""
     return None if isinstance(x, Tensor) else x.copy() if isinstance(x, np.ndarray) else x
 
 

@@ -66,7 +66,7 @@ def _refuse_alone(path: str, module: nn.Module, args: tuple) -> None:
 
 @contextlib.contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
-    """While it lasts, parts of the module may be called by its forward."""
+    """Context manager in which the module's forward may call its parts."""
     stack = _local.__dict__.setdefault("captured", [])
     stack.append(({id(sub) for sub in module.modules()}, {}))
     try:
@@ -77,7 +77,7 @@ def capturing(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_function() -> Iterator[None]:
-    """While it lasts, a custom autograd function calls what is called."""
+    """Context manager that marks the calls of a custom autograd function."""
     _local.functions = getattr(_local, "functions", 0) + 1
     try:
         yield

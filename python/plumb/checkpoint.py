@@ -163,7 +163,7 @@ class Writer:
 
     Args:
         folder: the run's; all ranks see the same.
-        keep_last, keep_every: so many of the newest are kept (0: all), and those of steps that `keep_every` divides.
+        keep_last, keep_every: number of the newest that are kept (0: all), and those of steps that `keep_every` divides.
         background: :meth:`save` copies and returns; a thread writes. A save while that lasts waits for it.
         timeout: seconds that a rank waits for the others.
         group: the ranks that have the parts of the model.

@@ -1,7 +1,7 @@
-// A c10d backend for tests that behaves as NCCL does, over Gloo: it takes tensors of the test device only and nothing
-// but sends and receives, matches those of two ranks in the order in which they are posted, without tags, and ends a
-// send only when its receive is posted. A rank has one stream: what is posted waits for what was posted before, but for
-// what is posted as one group. Memory is read and written when a transfer runs, not when it is posted.
+// A c10d backend for tests that behaves as NCCL does, over Gloo. It takes tensors of the test device only and nothing
+// but sends and receives. It matches those of two ranks in the order in which they are posted, without tags, and ends a
+// send only when its receive is posted. A rank has one stream: a transfer waits for those posted before, except within
+// one group. Memory is read and written when a transfer runs, not when it is posted.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,9 @@
 // Puts high-level operators back where a program wrote them as several: C++'s torch::nn::functional::linear arrives as
 // `t`, `addmm` or `t`, `matmul`, `add_`; later passes look for `aten::linear`.
 //
-// By default only where outputs and gradients stay the same bits: `addmm`, `mm` and `matmul` of a transposed parameter;
-// a bias added afterwards where both forms give the same bits when run here on this shape (CPU; else the bias stays a
-// sum of its own). `inexact` also raises what rounds differently in the last bits: that bias, silu, gelu (both forms),
+// By default only where outputs and gradients stay the same bits: `addmm`, `mm` and `matmul` of a transposed parameter,
+// and a bias added afterwards if both forms give the same bits when run here on this shape (CPU; else it stays a sum of
+// its own). `inexact` also raises forms that round differently in the last bits: that bias, silu, gelu (both forms),
 // softmax, layer_norm, rms_norm and attention.
 //
 // Left alone: a form whose inner values are used elsewhere, written, or in another grad mode.

@@ -14,8 +14,8 @@ class GradientAccumulator {
  public:
   // `order`: the microbatches in the order in which the table accumulates them. `shared`: parameters (by index) whose
   // step gradient is summed over copies. `separate_step_grads`: the step's gradients are not simply added to those that
-  // were there before, but divided, or summed over replicas, at its end. `groups`: the microbatches are so many
-  // groups of equally many, each summed in order and then pairwise in a binary tree (tree_sum), with one sum kept for
+  // were there before, but divided, or summed over replicas, at its end. `groups`: number of groups of equally many
+  // microbatches, each summed in order and then pairwise in a binary tree (tree_sum), with one sum kept for
   // each level; those of shared parameters are kept apart.
   GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads, int groups = 1);
 

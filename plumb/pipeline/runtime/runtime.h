@@ -1,8 +1,8 @@
 // Runs a rank's part of a schedule: its stages' forwards and backwards over microbatches, and the messages between.
 //
-// The arithmetic does not depend on the schedule or on how stages are spread over ranks: gradients are accumulated in
-// the order of microbatches, the gradient of a value with several users in the order in which autograd sums it, and
-// gradients of tied parameters copy by copy, then over the copies from the last stage to the first. So losses and
+// The arithmetic does not depend on the schedule or on how stages are spread over ranks. Gradients are accumulated in
+// the order of microbatches. The gradient of a value with several users is summed in autograd's order. Gradients of
+// tied parameters are summed copy by copy, then over the copies from the last stage to the first. So losses and
 // gradients are bit for bit those of the same microbatches accumulated by one process: for untied models by plain
 // backward(), for tied ones by this runtime with all stages in one process. (Two-way tables, where a stage lives on two
 // ranks, sum the two ranks' shares at the end and are equal from run to run.)
@@ -49,9 +49,10 @@ struct PipelineOptions {
   std::function<void(size_t done, size_t total)> progress;
   bool check_numerics = false;  // throw Error(Numerics) at the first NaN or infinity that leaves a stage
   // Seeds the generators of the CPU and of the stages' devices for each forward, so that dropout does not depend on the
-  // schedule either: for every random node of a stage's graph from this, the step, the node's name and the microbatch's
-  // place in the batch of all replicas, so not on the cut and the replicas either (graph/node_seeds.h; set_step()); for
-  // a stage that is no graph from its number instead of the node. Their own state is put back after the step.
+  // schedule. Every random node of a stage's graph has a seed from this number, the step, the node's name and the
+  // microbatch's place in the batch of all replicas. So it does not depend on cut and replicas either
+  // (graph/node_seeds.h; set_step()). A stage that is no graph takes its number in place of the node's name. Their own
+  // state is put back after the step.
   std::optional<std::uint64_t> seed;
   // Ranks of other pipelines that hold the same stages as this one and train on other rows of the batch (replicas.h);
   // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over

@@ -10,7 +10,7 @@
 namespace plumb {
 
 struct StageCostOptions {
-  int repeats = 5;  // the fastest of so many runs counts
+  int repeats = 5;  // the fastest of this many runs counts
   // Cost of a message between ranks: seconds, and bytes in a second.
   double seconds_per_message = 5e-5;
   double bytes_per_second = 2e9;

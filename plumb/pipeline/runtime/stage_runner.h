@@ -49,7 +49,7 @@ struct LocalStage {
   std::unique_ptr<GroupBuffers> buffers = nullptr;           // null: all microbatches are one group
   bool recompute_checked = false;     // the first forward compares what it would compute again with what it has
   RecomputeReport recomputed = {};    // of the last forward of a training step
-  int64_t nothing_to_recompute = -1;  // a microbatch whose inputs have so many values kept everything
+  int64_t nothing_to_recompute = -1;  // number of input values of a microbatch that kept everything
 };
 
 // The constant parts of a pipeline, the same from step to step.

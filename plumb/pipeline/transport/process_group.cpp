@@ -39,7 +39,7 @@ namespace {
 
 std::string present_key(int rank) { return str("plumb/present/", rank); }
 
-// "1, 3 and 4": who has not shown up in the store.
+// Returns the ranks that have not shown up in the store: "1, 3 and 4".
 std::string missing_ranks(c10d::Store& store, int size) {
   std::vector<int> missing;
   for (int r = 0; r < size; r++) {

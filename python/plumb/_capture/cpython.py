@@ -145,7 +145,7 @@ class Code:
         return list(found)
 
     def asks_for_emptiness(self, n: int) -> bool:
-        """Returns whether the size that instruction n reads is only held against zero."""
+        """Returns whether the size that instruction n reads is only compared with zero."""
         following = self.instructions[n + 1 :][:5]
         if len(following) > 1 and following[0].opname == "LOAD_CONST" and following[1].is_subscript:
             following = following[2:]

@@ -157,7 +157,7 @@ def _hook(event: str, args: tuple) -> None:
 
 @contextlib.contextmanager
 def only_folder(folder: str, values: Any) -> Iterator[None]:
-    """While it lasts this thread finds files of a model in the folder alone, opens no connection, and runs no code but that of
+    """Context manager in which this thread finds files of a model in the folder alone, opens no connection, and runs no code but that of
     installed packages. Raises plumb.Error(BadFile), also if a library passed over the refusal."""
     global _hook_is_there
     from transformers.integrations import hub_kernels  # noqa: F401, it imports the package kernels where there is one

@@ -208,7 +208,7 @@ class _SaysCpu(TorchFunctionMode):
             args = (args[0], _of_lists(args[1]), *args[2:])
         kwargs = {name: _on_meta(value) for name, value in (kwargs or {}).items()}
         if func is torch.rand and args in (([],), ((),)):
-            return func(*args, **kwargs)  # whether a layer is left out, held against a probability: on the CPU it has a value
+            return func(*args, **kwargs)  # whether a layer is left out, compared with a probability: on the CPU it has a value
         if func in _device_constructors() and kwargs.get("device") is None:
             kwargs["device"] = torch.device("meta")
         return func(*map(_on_meta, args), **kwargs)

@@ -47,7 +47,7 @@ class _PipelineSchedule(CustomFunctions):
             graph, so that dropout does not depend on the schedule, the cut and the replicas.
         first_step: the number of the first step for `seed`; of a run that is resumed, how many steps and evaluations
             there were.
-        gradient_groups: microbatches are summed in so many groups, and the groups' sums in a binary tree: the same bits
+        gradient_groups: microbatches are summed in this many groups, and the groups' sums in a binary tree: the same bits
             for every number of replicas that divides it. 0: a group for each replica.
     """
 

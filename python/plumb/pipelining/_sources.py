@@ -302,7 +302,7 @@ class split_into_equal_size(SplitPolicy):
 
 @dataclass
 class split_on_size_threshold(SplitPolicy):
-    """Stages of at most so many bytes of parameters and buffers; one operator's own may be more."""
+    """Cuts into stages of at most this many bytes of parameters and buffers; one operator's own may be more."""
 
     threshold: int
 
