@@ -7,10 +7,12 @@ Exit code 0: everything passed. 1: a test failed, or a part did not run to its e
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,6 +104,17 @@ def read_report(report):
     return len(cases), failed
 
 
+def run_to_the_end(command, environment):
+    """Returns the exit code of a command, of which no process stays: one that a dead test has left would hold its pipes."""
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return child.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM if child.returncode is None else signal.SIGKILL)
+        child.wait()
+
+
 def run(part, title, given, environment, only=None):
     """Returns a row of the table: title, tests, failed, seconds, what failed."""
     print(f"plumb: running {title}", flush=True)
@@ -112,7 +125,7 @@ def run(part, title, given, environment, only=None):
         own = {"PLUMB_BUILD_DIR": str(given.build.resolve()), **environment}
         if part.startswith("device"):
             own["PLUMB_TEST_DEVICE"] = given.device
-        code = subprocess.run(command, env={**os.environ, **own}).returncode
+        code = run_to_the_end(command, {**os.environ, **own})
         try:
             tests, failed = read_report(report)
         except (OSError, xml.etree.ElementTree.ParseError):

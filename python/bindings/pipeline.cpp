@@ -58,7 +58,7 @@ class PyStage : public StageFunction {
   }
 
   std::vector<NamedTensor> parameters() const override {
-    return with_gil([&] {
+    return in_stage(stage_, [&] {
       std::vector<NamedTensor> named;
       for (py::handle pair : stage_->attr("parameters")()) {
         auto [name, tensor] = pair.cast<std::pair<std::string, at::Tensor>>();
@@ -69,12 +69,13 @@ class PyStage : public StageFunction {
   }
 
   std::optional<at::Device> device() const override {
-    return with_gil([&] { return stage_->attr("device").cast<at::Device>(); });
+    return in_stage(stage_, [&] { return stage_->attr("device").cast<at::Device>(); });
   }
 
   bool has_own_weight_work() const override { return own_work_; }
   std::function<void()> own_weight_work() override {
-    return with_gil([&] { return [work = held(stage_->attr("weight_work")())] { with_gil([&] { (*work)(); }); }; });
+    const auto work = in_stage(stage_, [&] { return held(stage_->attr("weight_work")()); });
+    return [stage = stage_, work] { in_stage(stage, [&] { return (*work)(); }); };
   }
 
  private:

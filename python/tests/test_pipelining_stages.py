@@ -5,6 +5,7 @@ import pickle
 import signal
 import weakref
 
+import device
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ def test_a_step_runs_the_graphs_of_cut_stages_without_python(monkeypatch):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(6, 8)
     pipe = pipeline(model, (x[:2],), split_spec={"2": BEGIN})
-    stages = [pipe.build_stage(s, torch.device("cpu")) for s in range(2)]
+    stages = [pipe.build_stage(s, torch.device(device.NAME)) for s in range(2)]
     schedule = ScheduleInterleaved1F1B(stages, 3, loss_fn=nn.functional.mse_loss)
     entered, forward = [], StageModule.forward
 
@@ -132,16 +133,17 @@ def test_a_step_runs_the_graphs_of_cut_stages_without_python(monkeypatch):
 
 def test_an_interrupt_ends_a_step_whose_forwards_are_graphs_alone():
     x = torch.randn(256, 8)
-    stage = pipeline(nn.Sequential(nn.Linear(8, 8)), (x[:1],)).build_stage(0, torch.device("cpu"))
+    stage = pipeline(nn.Sequential(nn.Linear(8, 8)), (x[:1],)).build_stage(0, torch.device(device.NAME))
     schedule = ScheduleGPipe(stage, 256)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for i in range(5):  # wherever it comes
             with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.003 * i)
+                signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.003 * i, 1)  # Python drops one that comes while it frees objects
                 while True:
                     schedule.eval(x)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
