@@ -9,7 +9,6 @@
 
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/stage_specializer.h"
-#include "plumb/pipeline/runtime/layout.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/transport/process_group.h"
 #include "plumb/schedule/schedule.h"
