@@ -96,7 +96,8 @@ Values train_eager(TestModel model, int microbatches, int steps) {
       std::vector<Tensors> outputs;
       for (int s = 0; s < model.layout.num_stages(); s++) {
         Tensors args;
-        for (const auto& source : model.layout.stages[s].inputs) {
+        for (const auto& input : model.layout.stages[s].inputs) {
+          const ValueSource& source = input.source;
           args.push_back(source.stage < 0 ? in.inputs[m][source.index] : outputs[source.stage][source.index]);
         }
         outputs.push_back(stages[s]->forward(args));
