@@ -369,7 +369,7 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
 _COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attribute that holds it
 
 
-def _copy(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
     """Returns a deep copy, of modules too that keep what torch does not copy: results of their last forward (features
     of a hook, pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
     memo: dict[int, Any] = {}
@@ -456,7 +456,7 @@ def apply_pass(module: Module, new: Pass) -> Module:
     compiled = module._compiled_call_impl is not None
     known = forward_of(module)
     first = known.copied_from if known else weakref.ref(module)
-    module = _copy(module)
+    module = copy_module(module)
     known = forward_of(module)
     passes = list(known.passes) if known else []
     place = next((i for i, p in enumerate(passes) if p.name in new.before or new.name != p.name == "backend"), len(passes))
