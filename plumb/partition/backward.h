@@ -31,8 +31,6 @@ struct StageBackwardStep {
 struct SymbolicBackward {
   size_t loss_port = 0;  // output of the last stage that is the loss
   std::vector<StageBackwardStep> steps;
-  // For every flat input of the whole graph: its gradient once all steps have run.
-  std::vector<std::optional<GradRef>> input_grads;
   std::string to_string(const PipeTable& table) const;
 };
 
