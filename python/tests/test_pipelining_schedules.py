@@ -154,6 +154,20 @@ def test_idle_entries_take_a_turn_where_messages_are_put_in_as_torchs_do():
     assert text(lowered.values()) == text(torchs._add_send_recv(theirs, lambda stage: stage, 2).values())
 
 
+def test_a_table_with_messages_that_cannot_run_names_the_entries():
+    def table(*rows):
+        return {rank: [_Action.from_str(cell) for cell in row.split()] for rank, row in enumerate(rows)}
+
+    with pytest.raises(AssertionError, match="Malformed.*nothing can run of rank 0 at 0B0, rank 1 at 1F1"):
+        schedules._add_send_recv(table("0F0 0B0", "1F1 1F0 1B0"), lambda stage: stage, 2)
+    with pytest.raises(ValueError, match="not progressing.*rank 0 at 0RECV_B0, rank 1 at 1F0"):
+        schedules._simulate_comms_compute(table("0RECV_B0 0F0 0B0", "1F0 1B0"), lambda stage: stage, 2)
+    with pytest.raises(AssertionError, match="rank 1 .* receives 1RECV_F0 and nothing after it uses that"):
+        schedules._defer_recv_ops(table("0F0 0SEND_F0 0B0", "1RECV_F0 1B0"), lambda stage: stage)
+    with pytest.raises(AssertionError, match="2 stages, and an entry 2F0"):
+        schedules._add_send_recv(table("0F0 2F0", "1F0"), lambda stage: stage, 2)
+
+
 def test_a_table_as_text_is_torchs():
     ours, theirs = both({0: ["0F0", "", "0F1", "0B0", "0B1"], 1: ["", "1F0", "1B0", "", "1RECV_F1", "1F1", "1B1"]})
     for step in (None, 0, 5):
