@@ -119,7 +119,7 @@ function(plumb_tests)
     set_target_properties(plumb_${room}_test PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests")
     add_test(NAME ${room} COMMAND plumb_${room}_test)
     # Properties are tried on the same random cases every time: another seed is for who looks for faults (HACKING.md).
-    set_tests_properties(${room} PROPERTIES ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;RC_PARAMS=seed=1" TIMEOUT 900)
+    set_tests_properties(${room} PROPERTIES ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;RC_PARAMS=seed=1")
     # Once more on a device that is not the CPU (tests/test_device.h); left_out.txt says which tests are not, and why.
     file(STRINGS "${CMAKE_CURRENT_SOURCE_DIR}/tests/device/left_out.txt" left REGEX "^${room} ")
     if(left)
@@ -127,7 +127,7 @@ function(plumb_tests)
       list(JOIN left "" left)
       add_test(NAME ${room}_on_device COMMAND sh -c
         "PLUMB_TEST_DEVICE=\${PLUMB_TEST_DEVICE:-testdevice} exec '$<TARGET_FILE:plumb_${room}_test>'")
-      set_tests_properties(${room}_on_device PROPERTIES LABELS device TIMEOUT 900
+      set_tests_properties(${room}_on_device PROPERTIES LABELS device
         ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;RC_PARAMS=seed=1;GTEST_FILTER=${left}")
     endif()
     if(room STREQUAL pipeline)  # its processes fill two cores, and some watch the clock

@@ -134,6 +134,15 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
   return outputs_of(made.back());
 }
 
+Pipe Pipe::with_stages(std::vector<std::shared_ptr<GraphModule>> stages) const {
+  if (stages.size() != stages_.size()) {
+    throw Error(ErrorKind::StructureMismatch, str("the pipe has ", num_stages(), " stages, got ", stages.size()));
+  }
+  Pipe other = *this;
+  other.stages_ = std::move(stages);
+  return other;
+}
+
 c10::IValue Pipe::forward(std::vector<c10::IValue> args,
                           std::vector<std::pair<std::string, c10::IValue>> kwargs) const {
   // A module that only returns its inputs takes the structured call apart and checks it as every module does.

@@ -56,6 +56,8 @@ class Pipe {
   c10::IValue forward(std::vector<c10::IValue> args,
                       std::vector<std::pair<std::string, c10::IValue>> kwargs = {}) const;
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;  // flat
+  // Returns this pipe with other graphs in its stages, to be run: GraphStage::graph_for().
+  Pipe with_stages(std::vector<std::shared_ptr<GraphModule>> stages) const;
   // Returns every parameter of every stage, each tensor once.
   std::vector<at::Tensor> parameters() const;
   void train(bool on = true);

@@ -96,8 +96,6 @@ void bind_specializer(py::module_& m) {
       m, "StageSpecializer", "Graphs of stages for other sizes than a model was cut for.")
       .def(py::init(&make_specializer), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
       .def_property_readonly("captures", &StageSpecializer::captures)
-      .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"), FreeGil(),
-           "a graph of a stage for these sizes of the model's inputs, with the tensors of `now`")
       // Copying returns the same object. A pickled one comes without its model.
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })
@@ -156,6 +154,7 @@ void bind_pipe(py::module_& m) {
       .def_property_readonly("notes", &Pipe::notes)
       .def_property_readonly("input_names", &Pipe::input_names)
       .def("stage", &Pipe::stage, py::arg("index"))
+      .def("with_stages", &Pipe::with_stages, py::arg("stages"))
       .def("run", &Pipe::run, FreeGil(), py::arg("inputs"))
       .def(
           "run_with_backward",

@@ -180,12 +180,13 @@ void bind_stages(py::module_& m) {
       .def("__str__", &PipelineLayout::text);
   py::class_<GraphStage, std::shared_ptr<GraphStage>>(
       m, "GraphStage", "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
-      .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>,
-                    std::string>(),
-           py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"))
-      .def("sizes_by_hand", &GraphStage::sizes_by_hand, py::arg("inputs"), py::arg("sizes"))
-      .def("run", &GraphStage::run_values, FreeGil(), py::arg("inputs"), py::arg("sizes"))
-      .def("forget_sizes", &GraphStage::forget_sizes);
+      .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>, std::string,
+                    bool>(),
+           py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"),
+           py::arg("variant") = false)
+      .def("graph_for", &GraphStage::graph_for, FreeGil(), py::arg("sizes"))
+      .def("run_by_hand", &GraphStage::run_by_hand, FreeGil(), py::arg("inputs"), py::arg("sizes"))
+      .def("run", &GraphStage::run_values, FreeGil(), py::arg("inputs"), py::arg("sizes"));
 }
 
 Register pipeline_part([](py::module_& m) {

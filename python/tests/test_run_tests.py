@@ -28,7 +28,7 @@ def make_suites(folder, cpp, python):
 
 def run(*arguments):
     command = [sys.executable, ROOT / "tools/run_tests.py", *arguments]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
     rows = {}
     for line in done.stdout.partition("plumb: all parts")[2].splitlines():
         if found := re.match(r"  (\S.*?)  +(\d+) +(\d+) +\d+  (.*)$", line):
@@ -64,6 +64,24 @@ def test_a_part_that_cannot_run_is_red_and_the_others_run(tmp_path):
     assert done.returncode == 1
     assert [row[1] for row in rows.values()] == [1, 1], done.stdout
     assert "exit code" in rows["C++"][2] and "test_one" in rows["Python"][2]
+
+
+def test_tests_that_hang_or_end_their_process_are_named_and_the_others_run(tmp_path):
+    suites = make_suites(tmp_path, {"first": True, "second": True}, {"one": True, "two": True})
+    with open(tmp_path / "build/CTestTestfile.cmake", "a") as file:
+        file.write('add_test(third "sleep" "1000")\n')
+    (tmp_path / "tests/test_two.py").write_text(
+        "import os, subprocess, time\n"
+        "def test_that_hangs():\n    subprocess.Popen(['sleep', '1000'])\n    time.sleep(1000)\n"
+        "def test_after_it():\n    pass\n"
+        "def test_that_ends_its_process():\n    os.abort()\n"
+        "def test_that_fails():\n    assert False\n"
+    )
+    done, rows = run("cpp", "python", "--patience", "5", *suites)
+    assert done.returncode == 1
+    red = "test_two::test_that_hangs; test_two::test_that_ends_its_process; test_two::test_that_fails"
+    assert rows == {"C++": (3, 1, "third"), "Python": (5, 3, red)}, done.stdout + done.stderr
+    assert "in test_that_hangs" in done.stderr, "the stack"
 
 
 def test_a_part_that_there_is_not_is_refused():

@@ -14,9 +14,6 @@ namespace plumb {
 
 namespace {
 
-// Many sizes come again in every epoch, some never: as many graphs as are cheap to keep.
-constexpr size_t kKept = 64;
-
 // Sizes that are symbols may be any: the graph itself follows them.
 bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
   if (sizes.size() != meta.sizes.size()) return false;
@@ -32,12 +29,13 @@ bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTe
 }  // namespace
 
 GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
-                       std::shared_ptr<StageSpecializer> specializer, std::string remedy)
+                       std::shared_ptr<StageSpecializer> specializer, std::string remedy, bool variant)
     : module_(std::move(module)),
       io_(table.stages.at(index)),
       index_(index),
       specializer_(std::move(specializer)),
-      remedy_(std::move(remedy)) {
+      remedy_(std::move(remedy)),
+      variant_(variant) {
   for (const StageIO& stage : table.stages) {
     for (const StageInputPort& port : stage.inputs) {
       if (port.source.is_model_input() && port.meta) model_inputs_.emplace(port.source.index, port);
@@ -94,22 +92,14 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
 }
 
 std::shared_ptr<GraphModule> GraphStage::graph_for(const ModelSizes& known) {
-  if (known.empty()) return module_;
+  if (known.empty() && !variant_) return module_;
   const std::lock_guard lock(mutex_);
-  auto it = others_.find(known);
-  if (it == others_.end()) {
-    if (!specializer_) raise_other_sizes(known);
-    if (others_.size() >= kKept) others_.erase(others_.begin());
-    it = others_.emplace(known, specializer_->stage(index_, known, *module_)).first;
-  } else {
-    share_state(*module_, *it->second);
+  if (const auto* graph = others_.find(known)) {
+    share_state(*module_, **graph);
+    return *graph;
   }
-  return it->second;
-}
-
-void GraphStage::forget_sizes() {
-  const std::lock_guard lock(mutex_);
-  others_.clear();
+  if (!specializer_) raise_other_sizes(known);
+  return others_.add(known, specializer_->stage(index_, known, *module_));
 }
 
 std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes) {
@@ -131,6 +121,18 @@ std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs,
     if (!v.isNone()) v = pack_value(v);
   }
   return outputs;
+}
+
+std::pair<std::vector<c10::IValue>, ModelSizes> GraphStage::run_by_hand(std::vector<c10::IValue> inputs,
+                                                                        ModelSizes told) {
+  ModelSizes sizes = sizes_by_hand(inputs, std::move(told));
+  if (!sizes.empty() && is_capturing()) {
+    throw Error(ErrorKind::Unsupported,
+                str("stage ", index_, " is captured or transformed, and called by hand with other sizes than it was cut "
+                                      "for: the next stage would not know them"),
+                "", "run the stages in a schedule, or cut the model for these sizes");
+  }
+  return {run_values(std::move(inputs), sizes), std::move(sizes)};
 }
 
 Tensors GraphStage::forward(const Tensors& inputs) {

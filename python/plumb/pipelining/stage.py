@@ -327,8 +327,6 @@ _METHODS = {"run_values", "forward_maybe_with_nosync", "_run_function"}  # that 
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
-    _told: list[StageModule] | None = None  # the stages of the pipe within its module, found in every step
-
     def __init__(self, stage_module, stage_index, pipe_info, device, group=None, recompute="cheap"):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
@@ -344,21 +342,14 @@ class _PipelineStage(_PipelineStageBase):
 
     def run_values(self, values: list, sizes: Sizes) -> Any:
         """Returns the module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
-        if self._told is None:
-            modules = self.submod.modules() if isinstance(self.submod, torch.nn.Module) else ()
-            self._told = [m for m in modules if isinstance(m, StageModule)]
         if sizes and not isinstance(self.submod, torch.nn.Module):
             raise Error(
                 f"stage {self.stage_index} is a function, and cannot be told that a microbatch has other sizes than it was cut for",
                 kind=ErrorKind.Unsupported,
                 remedy="put the stage's module into a torch.nn.Module",
             )
-        with at_sizes(self._told, sizes):
+        with at_sizes(sizes):
             return self.forward_maybe_with_nosync(*values)
-
-    def clear_runtime_states(self) -> None:
-        super().clear_runtime_states()
-        self._told = None
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
         """Returns the whole model's flat inputs for a microbatch: None for what is not given here."""
