@@ -6,7 +6,6 @@
 #pragma once
 
 #include <functional>
-#include <list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,6 +13,7 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/graph_store.h"
 
 namespace plumb {
 
@@ -40,18 +40,12 @@ class CapturedModel {
   template <typename... Tensors>
   std::shared_ptr<GraphModule> graph(const Tensors&... inputs) {
     const std::string key = signature_of(capture_detail::module_of(model_), {inputs...});
-    for (auto it = graphs_.begin(); it != graphs_.end(); ++it) {
-      if (it->first != key) continue;
-      graphs_.splice(graphs_.begin(), graphs_, it);  // the last used first
-      return it->second;
-    }
+    if (const auto* known = graphs_.find(key)) return *known;
     auto made = capture(model_, inputs...);
     if (transform_) made = transform_(made);
     if (!first_) first_ = made;
     if (made != first_) share_state(*first_, *made);
-    if (graphs_.size() >= kMaxGraphs) graphs_.pop_back();
-    graphs_.emplace_front(key, made);
-    return made;
+    return graphs_.add(key, made);
   }
 
   template <typename... Tensors>
@@ -68,12 +62,10 @@ class CapturedModel {
   size_t num_graphs() const { return graphs_.size(); }
 
  private:
-  static constexpr size_t kMaxGraphs = 64;  // the one unused for longest goes
-
   M model_;
   Transform transform_;
   std::shared_ptr<GraphModule> first_;
-  std::list<std::pair<std::string, std::shared_ptr<GraphModule>>> graphs_;
+  GraphStore<std::string, std::shared_ptr<GraphModule>> graphs_{64};
 };
 
 }  // namespace plumb

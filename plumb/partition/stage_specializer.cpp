@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <numeric>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "plumb/core/error.h"
@@ -18,9 +19,6 @@
 
 namespace plumb {
 namespace {
-
-// Sizes change at every step for some: what a step needs again at once is kept, not everything there ever was.
-constexpr size_t kKept = 16;
 
 // `t` with other sizes: its first entries, or all of them again and again, so that indices stay valid ones. In memory
 // the dimensions keep their order.
@@ -117,23 +115,16 @@ ModelSizes unpack_sizes(at::IntArrayRef row) {
 
 // Autocast on this thread: what captures depend on beside the model and its inputs.
 struct StageSpecializer::Ambient {
-  struct Autocast {
-    at::DeviceType device;
-    bool on;
-    at::ScalarType dtype;
-  };
-  std::vector<Autocast> autocast;
+  std::vector<std::tuple<at::DeviceType, bool, at::ScalarType>> autocast;
 
-  static Ambient now() {
-    Ambient ambient;
+  Ambient() {
     for (const at::DeviceType d : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
-      ambient.autocast.push_back({d, at::autocast::is_autocast_enabled(d), at::autocast::get_autocast_dtype(d)});
-    return ambient;
+      autocast.emplace_back(d, at::autocast::is_autocast_enabled(d), at::autocast::get_autocast_dtype(d));
   }
   void set() const {
-    for (const Autocast& a : autocast) {
-      at::autocast::set_autocast_enabled(a.device, a.on);
-      at::autocast::set_autocast_dtype(a.device, a.dtype);
+    for (const auto& [device, on, dtype] : autocast) {
+      at::autocast::set_autocast_enabled(device, on);
+      at::autocast::set_autocast_dtype(device, dtype);
     }
   }
 };
@@ -144,7 +135,7 @@ StageSpecializer::StageSpecializer(const Pipe& pipe, std::vector<c10::IValue> ex
       example_(std::move(example)),
       cut_(std::move(cut)),
       same_names_(same_names),
-      ambient_(std::make_unique<Ambient>(Ambient::now())) {
+      ambient_(std::make_unique<Ambient>()) {
   if (example_.size() != table_.num_inputs) {
     throw Error(ErrorKind::StructureMismatch,
                 str("the pipe takes ", table_.num_inputs, " inputs, and the example has ", example_.size()));
@@ -226,15 +217,11 @@ void StageSpecializer::check(const Pipe& pipe) const {
               "cut at modules or marks, which do not depend on sizes, or cut the model for these sizes");
 }
 
-const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue> inputs, int index) {
+const std::vector<StageSpecializer::Stage>& StageSpecializer::stages_for(std::vector<c10::IValue> inputs, int index) {
   std::vector<std::vector<int64_t>> sizes;
   for (const c10::IValue& v : inputs)
     sizes.push_back(v.isTensor() ? v.toTensor().sizes().vec() : std::vector<int64_t>());
-  for (auto it = made_.begin(); it != made_.end(); ++it) {
-    if (it->sizes != sizes) continue;
-    made_.splice(made_.begin(), made_, it);
-    return made_.front();
-  }
+  if (const auto* known = made_.find(sizes)) return *known;
   const std::string what = str("stage ", index, " needs a graph for ", describe(inputs));
   std::shared_ptr<Pipe> pipe;
   try {
@@ -243,7 +230,7 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
     const at::AutoGradMode grad(true);
     const c10::impl::ExcludeDispatchKeyGuard unnoticed(kRecomputeKey);
     struct Restore {
-      Ambient before = Ambient::now();
+      Ambient before;
       ~Restore() { before.set(); }
     } const restore;
     ambient_->set();
@@ -260,7 +247,7 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
                 "keep the model as long as its stages are to take other sizes than they were cut for");
   }
   ++captures_;
-  Made made{std::move(sizes), {}};
+  std::vector<Stage> made;
   for (int s = 0; s < pipe->num_stages(); ++s) {
     GraphModule& module = *pipe->stage(s);
     Stage stage{std::move(module.graph()), State(), module.in_spec(), module.out_spec()};
@@ -269,11 +256,9 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
       if (attr.kind != AttrKind::Constant) kept.tensor = at::Tensor();  // the whole model would live as long as this
       stage.state.add(std::move(kept));
     }
-    made.stages.push_back(std::move(stage));
+    made.push_back(std::move(stage));
   }
-  made_.push_front(std::move(made));
-  if (made_.size() > kKept) made_.pop_back();
-  return made_.front();
+  return made_.add(std::move(sizes), std::move(made));
 }
 
 std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes& known, const GraphModule& now) {
@@ -284,7 +269,7 @@ std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes
   const c10::InferenceMode outside(false);  // what is made here serves training too
   auto inputs = inputs_for(index, known);
   const std::string sizes = describe(inputs);
-  const Stage& made = made_for(std::move(inputs), index).stages[index];
+  const Stage& made = stages_for(std::move(inputs), index)[index];
   const auto device = moved_to(now, table_.stages[index]);
   State state;
   for (const Attr& attr : made.state) {

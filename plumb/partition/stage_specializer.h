@@ -9,7 +9,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "plumb/capture/capture.h"
+#include "plumb/graph/graph_store.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/split.h"
 
@@ -60,14 +60,10 @@ class StageSpecializer {
     State state;  // constants; parameters and buffers by name alone
     TreeSpec in_spec, out_spec;
   };
-  struct Made {
-    std::vector<std::vector<int64_t>> sizes;
-    std::vector<Stage> stages;
-  };
   struct Ambient;
 
   std::vector<c10::IValue> inputs_for(int index, const ModelSizes& known) const;
-  const Made& made_for(std::vector<c10::IValue> inputs, int index);
+  const std::vector<Stage>& stages_for(std::vector<c10::IValue> inputs, int index);
   void check(const Pipe& pipe) const;
   std::string describe(const std::vector<c10::IValue>& inputs) const;
 
@@ -78,7 +74,8 @@ class StageSpecializer {
   bool same_names_;
   std::unique_ptr<Ambient> ambient_;
   std::mutex mutex_;
-  std::list<Made> made_;  // the last used first
+  // By the inputs' sizes. These change at every step for some: what a step needs again at once is kept.
+  GraphStore<std::vector<std::vector<int64_t>>, std::vector<Stage>> made_{16};
   int captures_ = 0;
 };
 

@@ -111,6 +111,14 @@ Py_ssize_t first_changed(const py::list& entries, Py_ssize_t start) {
   return -1;
 }
 
+// Whether several guards' entries find the very objects they were made for.
+bool unchanged(const py::args& guards) {
+  for (py::handle entries : guards) {
+    if (first_changed(py::reinterpret_borrow<py::list>(entries), 0) >= 0) return false;
+  }
+  return true;
+}
+
 // The training modes of modules, one character a module. `tables`: their __dict__s.
 py::object modes_of(const py::list& tables, const py::str& key) {
   const Py_ssize_t size = PyList_GET_SIZE(tables.ptr());
@@ -125,6 +133,7 @@ py::object modes_of(const py::list& tables, const py::str& key) {
 
 Register guards_part([](py::module_& m) {
   m.def("first_changed", &first_changed, py::arg("entries"), py::arg("start") = 0);
+  m.def("unchanged", &unchanged);
   m.def("modes_of", &modes_of, py::arg("tables"), py::arg("key"));
 });
 

@@ -96,16 +96,38 @@ void bind_specializer(py::module_& m) {
       m, "StageSpecializer", "Graphs of stages for other sizes than a model was cut for.")
       .def(py::init(&make_specializer), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
       .def_property_readonly("captures", &StageSpecializer::captures)
-      .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"), FreeGil(),
-           "a graph of a stage for these sizes of the model's inputs, with the tensors of `now`")
       // Copying returns the same object. A pickled one comes without its model.
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })
       .def("__reduce__", [](const py::object&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); });
 }
 
+// stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs)
+std::shared_ptr<PipeTable> make_table(const std::vector<std::pair<std::vector<std::pair<int, int>>, int>>& stages,
+                                      size_t num_inputs) {
+  auto table = std::make_shared<PipeTable>();
+  table->num_inputs = num_inputs;
+  for (const auto& [inputs, num_outputs] : stages) {
+    StageIO& stage = table->stages.emplace_back();
+    for (const auto& [from, index] : inputs) stage.inputs.push_back({{from, static_cast<size_t>(index)}});
+    stage.outputs.resize(num_outputs);
+  }
+  table->check();
+  return table;
+}
+
 void bind_pipe_table(py::module_& m) {
-  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a cut graph.")
+  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a pipeline.")
+      .def(py::init(&make_table), py::arg("stages"), py::arg("num_inputs") = 1)
+      .def_static(
+          "dynamic_chain",
+          [](int num_stages, const std::pair<std::string, std::string>& wire) {
+            auto table = std::make_shared<PipeTable>(PipeTable::dynamic_chain(num_stages));
+            table->wire = {wire.first, wire.second};
+            table->check();
+            return table;
+          },
+          py::arg("num_stages"), py::arg("wire") = std::pair<std::string, std::string>{})
       .def_property_readonly("num_stages", &PipeTable::num_stages)
       .def_readonly("loss_output", &PipeTable::loss_output)
       .def_readonly("replicated", &PipeTable::replicated, "one dict a parameter: stage -> its name there")
@@ -156,6 +178,7 @@ void bind_pipe(py::module_& m) {
       .def_property_readonly("notes", &Pipe::notes)
       .def_property_readonly("input_names", &Pipe::input_names)
       .def("stage", &Pipe::stage, py::arg("index"))
+      .def("with_stages", &Pipe::with_stages, py::arg("stages"))
       .def("run", &Pipe::run, FreeGil(), py::arg("inputs"))
       .def(
           "run_with_backward",

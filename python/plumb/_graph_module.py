@@ -41,6 +41,8 @@ class GraphModule(nn.Module):
     knows nothing of the original and stays what it is.
     """
 
+    _reports: tuple[dict, ...] = ()  # of the transforms that rewrote it
+
     def __init__(
         self,
         engine: Any,

@@ -1,11 +1,13 @@
 """Passes of the engine's table, run from Python."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import plumb
-from plumb.transforms import run_passes
+from plumb.transforms import fold, run_passes, simulate_format, track_scales, unit_scale
 
 
 class Twice(nn.Module):
@@ -40,3 +42,47 @@ def test_unknown_passes_and_options_are_refused(wrong, says):
     with pytest.raises(plumb.Error, match=says):
         run_passes(graph, "dead_code", wrong)
     assert str(graph.graph) == before
+
+
+class TwoUses(nn.Module):
+    """The weight of `kept` is also added: it stays as it is, with its operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled, self.kept = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.kept(self.scaled(x)) + self.kept.weight
+
+
+def test_unit_scale_of_a_graph_rewrites_its_copy_as_the_pass_does(monkeypatch):
+    x, model = torch.randn(4, 4), TwoUses()
+    graph = plumb.capture(model, x)
+    before, expected, by_pass = graph.graph.to_string(), graph(x), copy.deepcopy(graph)
+    monkeypatch.setattr(plumb._C, "capture", None)  # nothing is captured again
+    scaled = unit_scale(graph)
+    run_passes(by_pass, "unit_scale")
+    assert scaled.graph.to_string() == by_pass.graph.to_string() and "plumb::linear" in str(scaled.graph)
+    assert scaled.state_dict().keys() == by_pass.state_dict().keys()
+    assert all(torch.equal(tensor, by_pass.state_dict()[name]) for name, tensor in scaled.state_dict().items())
+    assert [p.mup_type for p in scaled.parameters()] == [p.mup_type for p in by_pass.parameters()]
+    assert torch.equal(scaled(x), by_pass(x))
+    assert torch.equal(scaled.kept.weight, model.kept.weight) and abs(scaled.scaled.weight.std().item() - 1) < 1e-5
+    assert graph.graph.to_string() == before and torch.equal(graph(x), expected)
+    assert torch.equal(unit_scale(unit_scale(graph))(x), scaled(x))
+
+
+def test_transforms_of_a_graph_come_after_its_unit_scaling_in_either_order():
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    graph = plumb.capture(model, x)
+    one = simulate_format(unit_scale(graph), "e4m3fn-RN", "e5m2-RN")
+    other = unit_scale(simulate_format(graph, "e4m3fn-RN", "e5m2-RN"))
+    assert torch.equal(one(x), other(x)) and not torch.equal(one(x), unit_scale(graph)(x))
+    for module in (one, other):
+        assert [part["pass"] for part in plumb.report(module)] == ["unit_scale", "simulate_format"]
+    tracked = track_scales(unit_scale(graph))
+    tracked(x).sum().backward()
+    assert [node.meta["metrics"].fwd for node in tracked.scales_graph().nodes if "linear" in node.name]
+    folded = fold(unit_scale(graph))
+    assert "plumb::" not in str(folded.graph) and torch.allclose(folded(x), unit_scale(graph)(x), rtol=1e-4, atol=1e-5)

@@ -3,13 +3,14 @@
 import copy
 import gc
 import pickle
+import sys
 
 import pytest
 import ranks
 import torch
 from pipelines import LOOPED, SINGLE, V
 from plumb.formats import FPFormat
-from plumb.pipelining import ScheduleTable, SplitPoint, build_stage, deserialize_stage, pipeline
+from plumb.pipelining import ScheduleTable, SplitPoint, _sources, build_stage, deserialize_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from size_models import MODELS, WORDS, batch, cut, loss_fn, make
 from torch import nn
@@ -240,6 +241,36 @@ def test_sizes_that_come_again_are_not_captured_again():
         for stage in stages:
             value = stage(value)
     assert pipe._variants.base.specializer.captures == 2
+
+
+def test_a_pipe_runs_the_graphs_that_its_stages_have_for_a_size(monkeypatch):
+    pipe = cut(model := make("tokens", 2), 2)
+    captured, capture = [], _sources.capture_engine
+    monkeypatch.setattr(_sources, "capture_engine", lambda *args: captured.append(args) or capture(*args))
+    for sizes in [(6, 5), (3, 4), (6, 5)]:
+        x = batch(*sizes)[0]
+        assert torch.equal(pipe(x)[0], model(x)) and torch.equal(both(pipe, x), model(x))
+    assert len(captured) == 2
+
+
+def test_a_stage_called_by_hand_goes_into_the_engine_twice():
+    pipe = cut(model := make("tokens", 2), 2)
+    first, calls = pipe.get_stage_module(0), []
+
+    def note(frame, event, function):
+        if event == "c_call" and getattr(function, "__module__", None) == "plumb._C":
+            calls.append(function.__name__)
+
+    for sizes in [(2, 5), (3, 4)]:
+        x = batch(*sizes)[0]
+        first(x)
+        calls.clear()
+        sys.setprofile(note)
+        try:
+            first(x)
+        finally:
+            sys.setprofile(None)
+        assert calls == ["unchanged", "run_by_hand"] and model is not None
 
 
 def test_autocast_around_the_cut_is_in_graphs_for_other_sizes():

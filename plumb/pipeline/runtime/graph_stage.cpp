@@ -14,35 +14,19 @@ namespace plumb {
 
 namespace {
 
-// Many sizes come again in every epoch, some never: as many graphs as are cheap to keep.
-constexpr size_t kKept = 64;
-
-// Sizes that are symbols may be any: the graph itself follows them.
-bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
-  if (sizes.size() != meta.sizes.size()) return false;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const bool symbol = i < meta.symbols.size() && !meta.symbols[i].empty();
-    if (!symbol && sizes[i] != meta.sizes[i]) return false;
-  }
-  return true;
-}
-
 bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
 }  // namespace
 
 GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
-                       std::shared_ptr<StageSpecializer> specializer, std::string remedy)
+                       std::shared_ptr<StageSpecializer> specializer, std::string remedy, bool variant)
     : module_(std::move(module)),
       io_(table.stages.at(index)),
+      model_inputs_(table.model_inputs()),
       index_(index),
       specializer_(std::move(specializer)),
-      remedy_(std::move(remedy)) {
-  for (const StageIO& stage : table.stages) {
-    for (const StageInputPort& port : stage.inputs) {
-      if (port.source.is_model_input() && port.meta) model_inputs_.emplace(port.source.index, port);
-    }
-  }
+      remedy_(std::move(remedy)),
+      variant_(variant) {
   if (remedy_.empty()) {
     remedy_ =
         "export the program with dynamic shapes; give a live module's stages a StageSpecializer (specialize_on_sizes); "
@@ -58,7 +42,7 @@ ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, Model
   }
   const bool other = std::ranges::any_of(known, [&](const auto& entry) {
     const auto cut = model_inputs_.find(entry.first);
-    return cut != model_inputs_.end() && !as_cut(*cut->second.meta, entry.second);
+    return cut != model_inputs_.end() && !fits_cut(*cut->second.meta, entry.second);
   });
   return other ? known : ModelSizes();
 }
@@ -69,7 +53,7 @@ ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, Mod
     const StageInputPort& port = io_.inputs[i];
     if (port.source.is_model_input() || !port.meta || !is_tensor(inputs[i])) continue;
     const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
-    if (as_cut(*port.meta, sizes)) continue;
+    if (fits_cut(*port.meta, sizes)) continue;
     throw Error(ErrorKind::InvalidState,
                 str("stage ", index_, ": '", port.name, "' came as ", c10::str(sizes), " where ",
                     c10::str(at::IntArrayRef(port.meta->sizes)),
@@ -85,7 +69,7 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
   std::string came;
   for (const auto& [input, sizes] : known) {
     const auto cut = model_inputs_.find(input);
-    if (cut == model_inputs_.end() || as_cut(*cut->second.meta, sizes)) continue;
+    if (cut == model_inputs_.end() || fits_cut(*cut->second.meta, sizes)) continue;
     came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " +
             c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(at::IntArrayRef(sizes));
   }
@@ -94,22 +78,14 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
 }
 
 std::shared_ptr<GraphModule> GraphStage::graph_for(const ModelSizes& known) {
-  if (known.empty()) return module_;
+  if (known.empty() && !variant_) return module_;
   const std::lock_guard lock(mutex_);
-  auto it = others_.find(known);
-  if (it == others_.end()) {
-    if (!specializer_) raise_other_sizes(known);
-    if (others_.size() >= kKept) others_.erase(others_.begin());
-    it = others_.emplace(known, specializer_->stage(index_, known, *module_)).first;
-  } else {
-    share_state(*module_, *it->second);
+  if (const auto* graph = others_.find(known)) {
+    share_state(*module_, **graph);
+    return *graph;
   }
-  return it->second;
-}
-
-void GraphStage::forget_sizes() {
-  const std::lock_guard lock(mutex_);
-  others_.clear();
+  if (!specializer_) raise_other_sizes(known);
+  return others_.add(known, specializer_->stage(index_, known, *module_));
 }
 
 std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes) {
@@ -131,6 +107,18 @@ std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs,
     if (!v.isNone()) v = pack_value(v);
   }
   return outputs;
+}
+
+std::pair<std::vector<c10::IValue>, ModelSizes> GraphStage::run_by_hand(std::vector<c10::IValue> inputs,
+                                                                        ModelSizes told) {
+  ModelSizes sizes = sizes_by_hand(inputs, std::move(told));
+  if (!sizes.empty() && is_capturing()) {
+    throw Error(ErrorKind::Unsupported,
+                str("stage ", index_, " is captured or transformed, and called by hand with other sizes than it was cut "
+                                      "for: the next stage would not know them"),
+                "", "run the stages in a schedule, or cut the model for these sizes");
+  }
+  return {run_values(std::move(inputs), sizes), std::move(sizes)};
 }
 
 Tensors GraphStage::forward(const Tensors& inputs) {

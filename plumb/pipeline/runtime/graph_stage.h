@@ -5,11 +5,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "plumb/graph/graph_store.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/stage_specializer.h"
-#include "plumb/pipeline/runtime/layout.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/transport/process_group.h"
 #include "plumb/schedule/schedule.h"
@@ -20,11 +21,11 @@ namespace plumb {
 //
 // With a `specializer` it runs a graph of its own for every sizes of the model's inputs that come. Without one it takes
 // the sizes it was cut for, or, if the graph has symbols, those that these allow; others throw Error(TensorMismatch)
-// with this `remedy`. Thread-safe.
+// with this `remedy`. Thread-safe. `variant`: `module` has the tensors alone, all graphs are the specializer's.
 class GraphStage : public StageFunction {
  public:
   GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
-             std::shared_ptr<StageSpecializer> specializer = nullptr, std::string remedy = {});
+             std::shared_ptr<StageSpecializer> specializer = nullptr, std::string remedy = {}, bool variant = false);
   // Runs the stage; it knows only the sizes of those of the model's inputs that it takes.
   Tensors forward(const Tensors& inputs) override;
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
@@ -33,19 +34,21 @@ class GraphStage : public StageFunction {
   std::vector<NamedTensor> written_buffers() const override;
   const std::shared_ptr<GraphModule>& module() const { return module_; }
 
-  // Inputs that are no tensors may also be given as such. `sizes`: of the model's inputs; empty: as they were cut.
+  // Returns the graph for these sizes of the model's inputs; none: as they were cut. Throws what
+  // StageSpecializer::stage() throws.
+  std::shared_ptr<GraphModule> graph_for(const ModelSizes& known);
+  // Inputs that are no tensors may also be given as such. `sizes`: as for graph_for().
   std::vector<c10::IValue> run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes);
-  // For a call outside of a step: returns the sizes of the model's inputs that these values come from; empty if they
-  // are as they were cut. `told`: the sizes that the stages before passed on. Throws Error(InvalidState) if a value of
-  // another stage has other sizes and nothing tells the model's inputs' sizes.
-  ModelSizes sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const;
-  // Called when the stage was moved: graphs say where they make tensors.
-  void forget_sizes();
+  // For a call outside of a step: also returns the sizes of the model's inputs that these values come from; empty if
+  // they are as they were cut. `told`: the sizes that the stages before passed on. Throws Error(InvalidState) if a value
+  // of another stage has other sizes and nothing tells the model's inputs' sizes, and Error(Unsupported) for other sizes
+  // inside of a capture, whose graph would not pass them on.
+  std::pair<std::vector<c10::IValue>, ModelSizes> run_by_hand(std::vector<c10::IValue> inputs, ModelSizes told);
 
  private:
+  ModelSizes sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const;
   // `known` with the sizes of the inputs here; empty if none of them is other than it was cut.
   ModelSizes known_sizes(const std::vector<c10::IValue>& inputs, ModelSizes known) const;
-  std::shared_ptr<GraphModule> graph_for(const ModelSizes& known);
   [[noreturn]] void raise_other_sizes(const ModelSizes& known) const;
 
   std::shared_ptr<GraphModule> module_;
@@ -55,7 +58,9 @@ class GraphStage : public StageFunction {
   std::shared_ptr<StageSpecializer> specializer_;
   std::string remedy_;
   std::mutex mutex_;
-  std::map<ModelSizes, std::shared_ptr<GraphModule>> others_;
+  bool variant_;
+  // Many sizes come again in every epoch, some never: as many graphs as are cheap to keep.
+  GraphStore<ModelSizes, std::shared_ptr<GraphModule>> others_{64};
 };
 
 // Returns the stages of `pipe` that rank `rank` holds in this schedule's placement. `specializer`: lets them take other

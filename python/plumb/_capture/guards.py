@@ -6,7 +6,7 @@ attribute_reads.py makes them. docs/differences.md says what is not followed.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,34 @@ class Guards:
 
     def __reduce__(self) -> tuple:
         return Guards, ()
+
+
+class GraphStore(OrderedDict[Any, list]):
+    """Graphs by a key of what they were made for, the key used last at the end. Graphs of one key differ in their `guards`,
+    the last used first. `most` keys, `most_of_key` graphs of each: what was unused for longest goes."""
+
+    def __init__(self, most: int, most_of_key: int):
+        super().__init__()
+        self.most, self.most_of_key = most, most_of_key
+
+    def find(self, key: Any) -> Any:
+        """Returns the graph of this key whose guards hold; None if there is none."""
+        for place, graph in enumerate(graphs := self.get(key, [])):
+            if graph.guards.hold():
+                graphs.insert(0, graphs.pop(place))
+                self.move_to_end(key)
+                return graph
+        return None
+
+    def add(self, key: Any, graph: Any) -> Any:
+        """Returns the graph of this key that goes for it; None if none does."""
+        graphs = self.setdefault(key, [])
+        gone = graphs.pop() if len(graphs) == self.most_of_key else None
+        graphs.insert(0, graph)
+        self.move_to_end(key)
+        if len(self) > self.most:
+            self.popitem(last=False)
+        return gone
 
 
 def _contents_ids(value: Any) -> set[int]:

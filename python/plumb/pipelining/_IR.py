@@ -60,7 +60,7 @@ from ._split_graph import (  # noqa: F401
     stage_calls,
     top_graph,
 )
-from ._stage_module import StageModule, deserialize_stage, put_parameter, scatter_stages, share_copies  # noqa: F401
+from ._stage_module import Sizes, StageModule, deserialize_stage, put_parameter, scatter_stages, share_copies  # noqa: F401
 from ._utils import InvalidValue, PipeInfo, Wire, wire_texts
 from ._variants import make_variants
 from .stage import PipelineStage, _PipelineStage, _PipelineStageBase
@@ -70,17 +70,8 @@ def _gone() -> None:
     """The model of what was pickled."""
 
 
-def _names(engine: Any) -> list[list[str]]:
-    """Returns the names of each stage's tensors."""
-    return [[name for name, *_ in engine.stage(s).state()] for s in range(engine.num_stages)]
-
-
-def _put_stage(engine: Any, s: int, state: list, device: torch.device | None) -> None:
-    """Gives a stage of a cut these tensors, and moves it."""
-    used = {name for name, kind, *_ in engine.stage(s).state() if kind != CONSTANT}  # constants are each graph's own
-    engine.stage(s).set_state([(name, tensor) for name, _, tensor, _ in state if name in used])
-    if device is not None:
-        engine.move_stage(s, device)
+def _sizes(flat: list) -> Sizes:
+    return {i: tuple(x.shape) for i, x in enumerate(flat) if isinstance(x, Tensor)}
 
 
 class Pipe(nn.Module):
@@ -260,35 +251,25 @@ class CutPipe(Pipe):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
         flat = self.flat_inputs(args, kwargs)
-        engine, source = self._engine_for(flat, args, kwargs)
+        engine, source = self._engine_for(flat)
         backward = self.has_loss_and_backward and torch.is_grad_enabled()
         return self.plain_outputs(engine.run_with_backward(flat) if backward else engine.run(flat), source)
 
-    def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> tuple[Any, Source]:
-        """Returns the engine for one signature. For other sizes, modes, ... a live model is captured and cut again,
-        once for each, with the stages' tensors. The engine itself refuses a call for which that is impossible."""
-        variants = self._variants
-        if variants is None:
+    def _engine_for(self, flat: list) -> tuple[Any, Source]:
+        """Returns the engine for one signature: with the graphs of the stages for these sizes, modes, ..."""
+        if self._variants is None:
             return self._engine, self._source
-        variant = self._variant()
-        source, sizes = variant.source, variants.base.source.sizes(flat)
-        other_sizes = bool(source.example) and sizes != source.sizes(source.example)
-        if not other_sizes and variant is variants.base:
-            return self._engine, source
-        others = self.__dict__.setdefault("_engines", weakref.WeakKeyDictionary()).setdefault(variant, {})
-        if sizes not in others:
-            if other_sizes:
-                cut = variants.cut_again(variant, args, kwargs)
-                if not cut or _names(cut) != _names(variant.engine):
-                    return self._engine, source
-            else:
-                cut = variants.cut(source, variant.facts, variant.arguments)
-            others[sizes] = cut
-        for s, device in enumerate(self._devices):
-            state = self._engine.stage(s).state()
-            variants.check_names(others[sizes], s, state)
-            _put_stage(others[sizes], s, state, device)
-        return others[sizes], source
+        variant, sizes = self._variant(), _sizes(flat)
+        if sizes == _sizes(variant.source.example):
+            sizes = {}
+        if not sizes and variant is self._variants.base:
+            return self._engine, variant.source
+        try:
+            return self._engine.with_stages([stage.graph_for(sizes) for stage in self._stages()]), variant.source
+        except Error:
+            if not self._variants.is_gone():
+                raise
+            return self._engine, variant.source  # which refuses these sizes
 
     def _variant(self) -> Any:
         """Returns the variant that all stages are to run."""
@@ -435,7 +416,10 @@ def _rebuild(
     """Returns a pipe's copy: cut again at the same places, with the stages' own tensors."""
     engine = _C.cut(source.engine, **arguments)
     for s, (state, device) in enumerate(zip(stages, devices)):
-        _put_stage(engine, s, state, device)
+        used = {name for name, kind, *_ in engine.stage(s).state() if kind != CONSTANT}  # constants are each graph's own
+        engine.stage(s).set_state([(name, tensor) for name, _, tensor, _ in state if name in used])
+        if device is not None:
+            engine.move_stage(s, device)
     return CutPipe(engine, source, loss, arguments, variants).train(training)
 
 

@@ -92,9 +92,6 @@ class Source:
         model = self.model()
         return None if model is None else tuple([sub.training for sub in model.modules()])
 
-    def sizes(self, flat: list | None) -> tuple:
-        return tuple(x.shape if isinstance(x, Tensor) else None for x in flat or [])
-
 
 def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]]:
     args, kwargs = children(in_spec)

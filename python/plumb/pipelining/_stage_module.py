@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,18 +52,23 @@ def mark(outputs: list, sizes: Sizes) -> None:
             setattr(output, MARK, sizes)
 
 
+class _Running(threading.local):
+    sizes: Sizes | None = None  # of the model's inputs that the microbatch comes from; none: as they were cut
+
+
+_running = _Running()  # in a schedule; by hand it is None, and tensors are marked
+
+
 @contextlib.contextmanager
-def at_sizes(stages: list, sizes: Sizes) -> Iterator[None]:
-    """Tells stages (`StageModule`) the sizes of the model's inputs that a microbatch comes from; none: as they were cut."""
-    for stage in stages:
-        stage.__dict__["_given"] = sizes
+def at_sizes(sizes: Sizes) -> Iterator[None]:
+    """Tells every `StageModule` that runs on this thread the sizes of its microbatch."""
+    before, _running.sizes = _running.sizes, sizes
     try:
         # torch.compile's result for a stage holds for the sizes it was cut for, and does not ask for these.
         with torch.compiler.set_stance("force_eager") if sizes else contextlib.nullcontext():
             yield
     finally:
-        for stage in stages:
-            stage.__dict__["_given"] = None
+        _running.sizes = before
 
 
 class StageModule(GraphModule):
@@ -78,7 +84,6 @@ class StageModule(GraphModule):
     """
 
     moved_to: torch.device | None = None
-    _given: Sizes | None = None  # in a schedule: the sizes of the microbatch that runs, see `at_sizes`
 
     def __init__(
         self, engine: Any, stage_index: int, table: Any, arguments: list, training: bool, variants=None, remedy=None,
@@ -103,27 +108,35 @@ class StageModule(GraphModule):
 
     def _register(self) -> None:
         super()._register()
+        self.__dict__["_calls_python"] = any(node.target == "plumb::python_function" for node in self.graph.nodes)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of the graphs for other sizes and variants, which say where tensors are made."""
         table, variants, remedy = self._cut
         specializer = None if variants is None else variants.base.specializer
         self.__dict__["_stage"] = _C.GraphStage(self._engine, table, self.stage_index, specializer, remedy)
-        self.__dict__["_calls_python"] = any(node.target == "plumb::python_function" for node in self.graph.nodes)
-        self.__dict__["_others"] = weakref.WeakKeyDictionary()  # by variant: graph, stage and slots
-        self.__dict__["_kinds"] = None
+        self.__dict__.update(_others=weakref.WeakKeyDictionary(), _kinds=None)  # `_others`: by variant
 
     def __getstate__(self) -> dict:
-        dropped = ("_stage", "_calls_python", "_others", "_kinds", "_given")
+        dropped = ("_stage", "_calls_python", "_others", "_kinds")
         return {key: value for key, value in super().__getstate__().items() if key not in dropped}
 
     def graph_key(self) -> tuple:
         """A graph of it depends on this beside its inputs: the sizes of the whole model's inputs, and the variant of the model."""
         variant = self.variant()
-        return variant and variant.number, tuple(sorted((self._given or {}).items()))
+        return variant, tuple(sorted((_running.sizes or {}).items()))
 
     # --- the model that it is a part of, for other modes, dtypes, ... ---
     def variant(self) -> Variant | None:
         """Returns the variant of the model that it runs now; None if it holds one graph alone."""
         variants = self._cut[1]
-        return None if variants is None else variants.current(self.training, self.dtypes())
+        if variants is None:
+            return None
+        last = self._kinds and variants.last_used(self.training, self._kinds[1])
+        if last and _C.unchanged(self._kinds[0].entries, last.guards.entries):
+            return last
+        return variants.current(self.training, self.dtypes())
 
     def dtypes(self) -> dict[torch.dtype, torch.dtype]:
         """Returns the dtypes that the stage's tensors were converted to since it was cut."""
@@ -148,13 +161,13 @@ class StageModule(GraphModule):
         if variant is None or variant is self._cut[1].base:
             return self._stage
         if variant not in self._others:
-            graph = variant.specializer.stage(self.stage_index, {}, self._engine)
-            stage = _C.GraphStage(graph, variant.engine.table, self.stage_index, variant.specializer, self._cut[2])
-            names = {name for name, kind, *_ in graph.state() if kind != CONSTANT}
-            self._others[variant] = graph, stage, [slot for slot in self._slots if slot[2] in names]
-        graph, stage, slots = self._others[variant]
-        sync_state(graph, slots)
-        return stage
+            table, specializer = variant.engine.table, variant.specializer
+            self._others[variant] = _C.GraphStage(self._engine, table, self.stage_index, specializer, self._cut[2], True)
+        return self._others[variant]
+
+    def graph_for(self, sizes: Sizes) -> Any:
+        """Returns the engine's graph that a call runs now, for these sizes of the model's inputs; none: as they were cut."""
+        return self._stage_now().graph_for(sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.input_names) or any(isinstance(a, (tuple, list, dict)) for a in args):
@@ -195,17 +208,11 @@ class StageModule(GraphModule):
         return self._run(args)
 
     def _run(self, args: Any) -> Any:
-        stage, args, sizes = self._stage_now(), list(args), self._given
+        stage, sizes = self._stage_now(), _running.sizes
         if sizes is None:
-            sizes = stage.sizes_by_hand(args, sizes_of(args))
-            if sizes and _C.is_capturing():
-                raise Error(
-                    f"stage {self.stage_index} is captured or transformed, and called by hand with other sizes than it was "
-                    "cut for: the next stage would not know them",
-                    kind=ErrorKind.Unsupported,
-                    remedy="run the stages in a schedule, or cut the model for these sizes",
-                )
-        out = stage.run(args, sizes)
+            out, sizes = stage.run_by_hand(list(args), sizes_of(args))
+        else:
+            out = stage.run(list(args), sizes)
         mark(out, sizes)
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -251,9 +258,8 @@ class StageModule(GraphModule):
                 self._engine.set_state([(name, kept[name].to(device))])
         for name in _C.rewrite_devices(self._engine, device):
             logger.debug("Changing device of Node %s to %s", name, device)
-        self._stage.forget_sizes()
-        self._others.clear()
-        self.__dict__.update(_fx=None, _kinds=None, moved_to=device)
+        self._forget()
+        self.__dict__.update(_fx=None, moved_to=device)
         return self
 
     @property

@@ -4,16 +4,15 @@ hooks (see _capture/guards.py). The model is captured and cut again for each, at
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from .._capture.guards import enabled_autocast
+from .._capture.guards import GraphStore, Guards, enabled_autocast
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT
 from ._sources import Source
@@ -38,10 +37,10 @@ class Variant:
     arguments: dict  # of its cut
     engine: Any  # its cut, whose stages nobody runs
     specializer: Any
-    number: int = field(default_factory=itertools.count().__next__)
 
-    def holds(self) -> bool:
-        return self.source.guards is None or self.source.guards.hold()
+    @property
+    def guards(self) -> Guards:
+        return self.source.guards
 
 
 @contextlib.contextmanager
@@ -58,13 +57,11 @@ def _as_if_called(autocast: tuple) -> Iterator[None]:
 
 def _make_specializer(engine: Any, source: Source, arguments: dict, facts: Facts, ready: bool) -> Any:
     """Returns the engine's `StageSpecializer`: the model is captured for other flat inputs and cut at the same places.
-    `ready`: the first request is for the sizes of `source`, and takes `engine`."""
-    if not any(isinstance(x, Tensor) for x in source.example):
-        return None
+    `ready`: the first request for the sizes of `source` takes `engine`."""
     waiting = [engine] if ready else []
 
     def cut(flat: list) -> Any:
-        if waiting:
+        if waiting and all(x is None or x.shape == y.shape for x, y in zip(flat, source.example)):
             return waiting.pop()
         with _as_if_called(facts.autocast):
             other = source.again(*source.inputs(flat))
@@ -146,11 +143,11 @@ class Variants:
     def __init__(self, engine: Any, source: Source, arguments: dict):
         self._arguments, self._source = arguments, source
         self._training = source.module._made_in_training
-        mode_line = source.guards.mode_line if source.guards else ""
-        self.depends_on_mode = bool(mode_line) or _C.depends_on_mode(source.module.graph, False)
+        self.depends_on_mode = bool(source.guards.mode_line) or _C.depends_on_mode(source.module.graph, False)
         facts = Facts(enabled_autocast(), source.modes() if self.depends_on_mode else None, ())
         self.base = Variant(facts, source, arguments, engine, _make_specializer(engine, source, arguments, facts, ready=False))
-        self._known = [self.base]  # the last used first
+        self._known = GraphStore(MAX_VARIANTS, MAX_VARIANTS)  # of Variant, by its facts
+        self._known.add(facts, self.base)
         self._lock = threading.RLock()
         self.dtypes = {dtype for dtype, _ in source.kinds.values() if dtype.is_floating_point}  # of the model as it was cut
 
@@ -172,22 +169,20 @@ class Variants:
                 modes = (training,) * len(modes)
         return Facts(enabled_autocast() or self.base.facts.autocast, modes, tuple(sorted(dtypes.items(), key=str)))
 
+    def last_used(self, training: bool, dtypes: Dtypes) -> Variant | None:
+        """Returns the variant that was last `current` for this. What its forward had read may have changed since."""
+        return next(iter(self._known.get(self._facts(training, dtypes), ())), None)
+
     def current(self, training: bool, dtypes: Dtypes) -> Variant:
         """Returns the variant for what holds now. `training`: the mode of the stages. Autocast is that of the cut where
         none is on. Modules have the modes that the model gives them, unless the stages were set to another mode than
         they were cut in: that is all modules' then. Raises `plumb.Error` if the model cannot be captured or cut so."""
-        facts = self._facts(training, dtypes)
-        first = self._known[0]
-        if first.facts == facts and first.holds():
-            return first
+        facts, base = self._facts(training, dtypes), self.base
         with self._lock:
-            for place, variant in enumerate(self._known):
-                if variant.facts == facts and variant.holds():
-                    self._known.insert(0, self._known.pop(place))
-                    return variant
-            variant = self._make(facts)
-            others = [v for v in self._known if v is not self.base][: MAX_VARIANTS - 2]
-            self._known = [variant, *others, self.base]
+            variant = self._known.find(facts)
+            if variant is None:
+                variant = base if base.facts == facts and base.guards.hold() else self._make(facts)
+                self._known.add(facts, variant)
             return variant
 
     def _make(self, facts: Facts) -> Variant:
@@ -202,7 +197,7 @@ class Variants:
                 remedy="keep the model as long as its stages are to follow it, or cut it as it is to run",
             )
         arguments = self._arguments_for(source, facts)
-        engine = self.cut(source, facts, arguments)
+        engine = self._cut(source, facts, arguments)
         with _as_if_called(facts.autocast):
             specializer = _make_specializer(engine, source, arguments, facts, ready=True)
         return Variant(facts, source, arguments, engine, specializer)
@@ -223,14 +218,8 @@ class Variants:
                 )
         return {**self._arguments, "before_ops": [], "before_values": names}
 
-    def cut_again(self, variant: Variant, args: tuple, kwargs: dict) -> Any:
-        """Returns a cut of a variant for other inputs; None if the model is gone."""
-        with _as_if_called(variant.facts.autocast):
-            other = variant.source.again(args, kwargs)
-        return other and _C.cut(other.engine, **variant.arguments)
-
-    def cut(self, source: Source, facts: Facts, arguments: dict) -> Any:
-        """Returns a cut of this capture with the flow of the first one."""
+    def _cut(self, source: Source, facts: Facts, arguments: dict) -> Any:
+        """Returns a cut of this capture with the flow and the parameters of the first one."""
         engine, base = _C.cut(source.engine, **arguments), self.base
         if _flow(engine.table) != _flow(base.engine.table) or source.module._out_spec != base.source.module._out_spec:
             raise Error(
@@ -238,6 +227,15 @@ class Variants:
                 kind=ErrorKind.InvalidState,
                 remedy="cut the model again as it is now",
             )
+        for s in range(engine.num_stages):
+            known = {name for name, *_ in base.engine.stage(s).state()}
+            missing = [name for name, kind, *_ in engine.stage(s).state() if kind != CONSTANT and name not in known]
+            if missing:
+                raise Error(
+                    f"{self._news(facts)}, and stage {s} uses '{missing[0]}' now, which it did not use then",
+                    kind=ErrorKind.Partition,
+                    remedy="cut the model again as it is now",
+                )
         return engine
 
     def _news(self, facts: Facts) -> str:
@@ -250,17 +248,6 @@ class Variants:
         if facts.dtypes != base.facts.dtypes:
             return "the stages were converted to " + ", ".join(sorted({str(new) for _, new in facts.dtypes}))
         return f"'{base.source.guards.broken}', which the forward reads, is not as it was when the model was cut"
-
-    def check_names(self, engine: Any, s: int, state: list) -> None:
-        """Refuses a cut whose stage `s` uses other parameters and buffers than `state` has."""
-        known = {name for name, *_ in state}
-        missing = [name for name, kind, *_ in engine.stage(s).state() if kind != CONSTANT and name not in known]
-        if missing:
-            raise Error(
-                f"{self._news(self._known[0].facts)}, and stage {s} uses '{missing[0]}' now, which it did not use then",
-                kind=ErrorKind.Partition,
-                remedy="cut the model again as it is now",
-            )
 
 
 def _converted(x: Any, dtypes: Dtypes) -> Any:

@@ -157,7 +157,7 @@ class _PipelineStageBase(ChunkSteps):
 
     submod: torch.nn.Module  # or any callable
     reduction: Replicated | Sharded | None = None  # of a data parallel module, while a step runs
-    # The sources of values, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
+    # The sources of values, for stages cut from a graph (`_C.PipeTable`); None: from the stage before.
     layout = None
     wire = ("", "")
 
@@ -184,7 +184,7 @@ class _PipelineStageBase(ChunkSteps):
 
     def chain(self) -> Any:
         """Returns the layout of stages that follow each other."""
-        return _C.PipelineLayout.dynamic_chain(self.num_stages, self.wire)
+        return _C.PipeTable.dynamic_chain(self.num_stages, self.wire)
 
     @property
     def is_first(self) -> bool:
@@ -327,12 +327,12 @@ _METHODS = {"run_values", "forward_maybe_with_nosync", "_run_function"}  # that 
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
-    _told: list[StageModule] | None = None  # the stages of the pipe within its module, found in every step
-
     def __init__(self, stage_module, stage_index, pipe_info, device, group=None, recompute="cheap"):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
-        self.layout = pipe_info.layout
+        if pipe_info.table is None:
+            raise Error("the pipe was made by hand", kind=ErrorKind.Unsupported, remedy="its own build_stage()")
+        self.layout = pipe_info.table
         if self.group_size > 1:
             getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
@@ -344,21 +344,14 @@ class _PipelineStage(_PipelineStageBase):
 
     def run_values(self, values: list, sizes: Sizes) -> Any:
         """Returns the module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
-        if self._told is None:
-            modules = self.submod.modules() if isinstance(self.submod, torch.nn.Module) else ()
-            self._told = [m for m in modules if isinstance(m, StageModule)]
         if sizes and not isinstance(self.submod, torch.nn.Module):
             raise Error(
                 f"stage {self.stage_index} is a function, and cannot be told that a microbatch has other sizes than it was cut for",
                 kind=ErrorKind.Unsupported,
                 remedy="put the stage's module into a torch.nn.Module",
             )
-        with at_sizes(self._told, sizes):
+        with at_sizes(sizes):
             return self.forward_maybe_with_nosync(*values)
-
-    def clear_runtime_states(self) -> None:
-        super().clear_runtime_states()
-        self._told = None
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
         """Returns the whole model's flat inputs for a microbatch: None for what is not given here."""

@@ -23,7 +23,7 @@ from .._capture.attribute_reads import include
 from .._capture.attribute_writes import random_states, refuse_modules, set_random_states
 from .._capture.call_sites import Call, hint
 from .._capture.forward import capture_engine, signature
-from .._capture.guards import Guards, Tree, enabled_autocast
+from .._capture.guards import GraphStore, Guards, Tree, enabled_autocast
 from .._capture.left_tensors import LeftTensors
 from .._capture.replacements import Replacements
 from .._capture.tensor_reads import as_given
@@ -113,16 +113,6 @@ def _name_values(captured: CapturedGraph, found: list) -> None:
     captured.calls = {next(renamed): call for results, _, call in found for _ in results}
 
 
-def _holding(variants: list[CapturedGraph]) -> CapturedGraph | None:
-    """Returns the graph for which everything is as it was read, now the first one; None if there is none."""
-    for place, captured in enumerate(variants):
-        if captured.guards.hold():
-            if place:
-                variants.insert(0, variants.pop(place))
-            return captured
-    return None
-
-
 class TransformedForward:
     """The ``forward`` of a transformed module.
 
@@ -135,7 +125,7 @@ class TransformedForward:
     def __init__(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None):
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes, self.own, self.copied_from = module, passes, own, copied_from
-        self._cache: dict[Any, list[CapturedGraph]] = {}  # by signature; the one used last goes first
+        self._cache = GraphStore(MAX_GRAPHS, MAX_VARIANTS)  # of CapturedGraph, by signature
         self._lock = threading.RLock()  # of what is known of graphs; running one needs none
         self._tree: Tree | None = None
         self._asks_grad_mode = False
@@ -232,23 +222,19 @@ class TransformedForward:
         leaves, spec = self._leaves(args, kwargs)
         with self._lock:
             key = self._key(leaves, spec)
-            variants = self._cache.pop(key, None) or []
-            captured = _holding(variants)
+            captured = self._cache.find(key)
             if captured is None:
                 captured = self._capture(args, kwargs)
                 if captured.asks_grad_mode and not self._asks_grad_mode:
                     self._asks_grad_mode = True  # from now on every mode has its graphs
                     self._cache.clear()
-                    key, variants = self._key(leaves, spec), []
-                while len(self._cache) >= MAX_GRAPHS:
-                    del self._cache[next(iter(self._cache))]
-                if len(variants) == MAX_VARIANTS:
-                    what = variants.pop().guards.broken
-                    if not self._told_variants:
-                        logger.warning("the forward reads '%s', which keeps changing: each of its values takes a capture", what)
+                    key = self._key(leaves, spec)
+                gone = self._cache.add(key, captured)
+                if gone is not None and not self._told_variants:
+                    what = gone.guards.broken
+                    logger.warning("the forward reads '%s', which keeps changing: each of its values takes a capture", what)
                     self._told_variants = True
-                variants.insert(0, captured)
-            self._cache[key], self.last = variants, captured
+            self.last = captured
             if _C.is_capturing():
                 include(captured.guards)
             return captured, leaves
@@ -256,7 +242,7 @@ class TransformedForward:
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
         """Returns the graph for inputs like these, if there is one."""
         with self._lock:
-            return _holding(self._cache.get(self._key(*self._leaves(args, kwargs)), []))
+            return self._cache.find(self._key(*self._leaves(args, kwargs)))
 
     @staticmethod
     def _leaves(args: tuple, kwargs: dict) -> tuple[Any, Any]:
@@ -369,7 +355,7 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
 _COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attribute that holds it
 
 
-def _copy(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
     """Returns a deep copy, of modules too that keep what torch does not copy: results of their last forward (features
     of a hook, pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
     memo: dict[int, Any] = {}
@@ -443,7 +429,8 @@ def own_forward(module: nn.Module) -> tuple | None:
 def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
     module.__dict__["forward"] = TransformedForward(module, passes, own_forward(module), copied_from)
     module.__dict__["extra_repr"] = functools.partial(_extra_repr, module)  # which copies and pickles go with
-    keep_transforms(module, _attach)
+    if isinstance(module, torch.fx.GraphModule):
+        keep_transforms(module, _attach)
 
 
 def apply_pass(module: Module, new: Pass) -> Module:
@@ -456,7 +443,7 @@ def apply_pass(module: Module, new: Pass) -> Module:
     compiled = module._compiled_call_impl is not None
     known = forward_of(module)
     first = known.copied_from if known else weakref.ref(module)
-    module = _copy(module)
+    module = copy_module(module)
     known = forward_of(module)
     passes = list(known.passes) if known else []
     place = next((i for i, p in enumerate(passes) if p.name in new.before or new.name != p.name == "backend"), len(passes))

@@ -13,7 +13,7 @@ from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import CONSTANT, slot_of, sync_state
 from .._unit_scaled import unmark
-from ._apply import CapturedGraph, Module, TransformedForward, _copy, forward_of, logger
+from ._apply import CapturedGraph, Module, TransformedForward, copy_module, forward_of, logger
 from ._own_copies import without_transforms
 from ._report import folded_reports, rewritten
 
@@ -54,7 +54,7 @@ def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
     engine, report = _C.fold(captured.engine)
     _refuse_what_remains(type(module).__name__, report["entries"], captured)
     logger.info("folding factors into %d parameters", sum(e["kind"] == "folded" for e in report["entries"]))
-    plain = _copy(module)
+    plain = copy_module(module)
     without_transforms(plain)
     unmark(plain)
     _untag(plain, unit_scaling.users_tags)

@@ -6,7 +6,7 @@ import copy
 import functools
 from typing import Callable
 
-from torch import fx, nn
+from torch import nn
 
 from .._unit_scaled import mark
 
@@ -40,9 +40,8 @@ def _made_again(make: Callable[..., nn.Module], args: tuple, attach: Callable[[n
 
 def keep_transforms(module: nn.Module, attach: Callable[[nn.Module, list], None]) -> None:
     """Lets copies and pickles of `module` be transformed as it is: `attach(module, passes)` transforms one."""
-    if isinstance(module, fx.GraphModule):
-        module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module, attach)
-        module.__dict__["__reduce_ex__"] = functools.partial(_reduce, module, attach)
+    module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module, attach)
+    module.__dict__["__reduce_ex__"] = functools.partial(_reduce, module, attach)
 
 
 def without_transforms(module: nn.Module) -> None:

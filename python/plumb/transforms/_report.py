@@ -14,7 +14,7 @@ from .._graph_module import GraphModule
 from .._state import sync_state
 from ._apply import forward_of
 
-# Reports of modules that fold() and the like made, while they live.
+# Reports of plain modules that fold() made, while they live. A graph keeps its own.
 folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
@@ -23,7 +23,7 @@ def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, dict]], *ho
     sync_state(module._engine, module._slots)
     engine, report = rewrite(module._engine, *how)
     made = module.on(engine)
-    folded_reports[made] = report
+    made._reports = (report,)
     return made
 
 
@@ -73,9 +73,10 @@ def report(module: nn.Module) -> Report:
     """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
 
     Known after its first forward. The report of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
-    if module in folded_reports:
-        return Report([folded_reports[module]])
+    done = [folded_reports[module]] if module in folded_reports else list(getattr(module, "_reports", ()))
     forward = forward_of(module)
+    if forward is None and done:
+        return Report(done)
     if forward is None:
         raise Error(
             "the module was not transformed",
@@ -88,4 +89,4 @@ def report(module: nn.Module) -> Report:
             kind=ErrorKind.InvalidState,
             remedy="call it once",
         )
-    return Report(forward.last.reports)
+    return Report(done + forward.last.reports)

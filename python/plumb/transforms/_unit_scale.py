@@ -15,10 +15,10 @@ from .._capture.replacements import is_operator, is_torch_function
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import state_of
-from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict
+from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict, unmark
 from ..functional import torch_map
 from ..parameter import tag_parameter
-from ._apply import CapturedGraph, Module, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Module, Pass, apply_pass, copy_module, logger
 from ._report import rewritten
 from .utils import Backend, PassBackend
 
@@ -243,6 +243,8 @@ def unit_scale(
 
     Weights and biases of layers that torch knows are scaled at once; the first forward shows which operators use them, and
     a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
+    A graph (:func:`plumb.capture`) shows it already: its copy is rewritten at once, as by ``run_passes(graph, "unit_scale")``,
+    and each weight is scaled once or not at all.
 
     The weights are of no use to the plain module, whose operators have no factors. :func:`fold` gives weights that are.
     State dicts bear a mark that ``load_state_dict`` of a plain module names, and parts of the result refuse to be called
@@ -258,9 +260,20 @@ def unit_scale(
     if preserve:
         return _preserving(module, operators, functions, residuals)
     run = UnitScalePass(operators, functions, residuals)
+    if type(module) is GraphModule:
+        return cast(Module, _rewrite(module, run))
     scaled = apply_pass(module, _pass(run))
     _scale_parameters(scaled, run)
     mark(scaled)
+    return scaled
+
+
+def _rewrite(graph: GraphModule, run: UnitScalePass) -> GraphModule:
+    """Returns a copy of the graph, rewritten. Nothing is captured: the graph shows already which operators use a weight."""
+    scaled = copy_module(graph)
+    scaled._reports = (run(scaled, CapturedGraph(scaled._engine, scaled._out_spec, [])),)
+    unmark(scaled)
+    mark_state_dict(scaled)
     return scaled
 
 
