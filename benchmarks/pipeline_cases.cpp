@@ -147,7 +147,7 @@ int action_cost(const char* schedule, int64_t microbatches, int64_t steps, doubl
   options.return_outputs = false;
   auto table = plumb::make_schedule(schedule, ranks, int(microbatches));
   const double actions = double(table.rows[group.rank()].size());
-  plumb::Pipeline pipeline(plumb::PipelineLayout::chain(ranks), table, {{group.rank(), stage}}, group, options);
+  plumb::Pipeline pipeline(plumb::PipeTable::chain(ranks), table, {{group.rank(), stage}}, group, options);
   std::vector<Tensors> inputs(microbatches, {at::randn({4, 8})}), targets(microbatches, {at::randn({4, 8})});
   std::vector<double> times, eager;
   for (int64_t s = 0; s < steps + 5; ++s) {
@@ -196,7 +196,7 @@ int train_gpt(const char* schedule, int64_t width, int64_t heads, int64_t sequen
   options.loss = cross_entropy;
   options.return_outputs = false;
   options.record_timeline = true;
-  plumb::Pipeline pipeline(plumb::PipelineLayout::chain(num_stages), table, stages, group, options);
+  plumb::Pipeline pipeline(plumb::PipeTable::chain(num_stages), table, stages, group, options);
   torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-3));
   at::manual_seed(7);
   const Tensors inputs{at::randint(vocabulary, {rows * microbatches, sequence})};

@@ -163,7 +163,7 @@ int worker(const DemoOptions& o, bool real) {
   for (const auto& [index, stage] : stages) {
     for (const auto& p : stage->parameters()) parameters.push_back(p.tensor);
   }
-  plumb::Pipeline pipeline(plumb::make_layout(pipe->table()), table, stages, group, options);
+  plumb::Pipeline pipeline(pipe->table(), table, stages, group, options);
   Optimizer optimizer(parameters, o.lr_scaled);
   auto batches = make_batches(o);
   std::vector<double> losses;

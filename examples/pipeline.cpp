@@ -47,7 +47,7 @@ std::vector<double> train(const plumb::ProcessGroup& group, const std::string& t
   torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-2));
   plumb::PipelineOptions options;
   options.loss = [](const plumb::Tensors& y, const plumb::Tensors& target) { return at::mse_loss(y[0], target[0]); };
-  plumb::Pipeline pipeline(plumb::make_layout(pipe->table()), schedule, stages, group, options);
+  plumb::Pipeline pipeline(pipe->table(), schedule, stages, group, options);
 
   std::vector<double> losses;
   for (int step = 0; step < kSteps; ++step) {

@@ -6,6 +6,8 @@ import json
 import re
 import sys
 
+from tables import table
+
 
 def span(nanoseconds: float) -> str:
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
@@ -21,7 +23,7 @@ def rate(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def table(benchmarks: list[dict]) -> list[str]:
+def compared(benchmarks: list[dict]) -> str:
     rows: dict[str, dict[str, dict]] = {}
     for b in benchmarks:
         if b.get("run_type") == "aggregate" and b.get("aggregate_name") != "median":
@@ -31,10 +33,10 @@ def table(benchmarks: list[dict]) -> list[str]:
         rows.setdefault("/".join(parts), {})[who] = b
     others = sorted({who for row in rows.values() for who in row} - {"plumb"})
     rated = any("bytes_per_second" in b or "items_per_second" in b for row in rows.values() for b in row.values())
-    head = ["benchmark", "plumb", *([] if not rated else ["rate"])]
+    head = ["benchmark", "plumb:", *([] if not rated else ["rate:"])]
     for who in others:
-        head += [who, f"plumb / {who}"]
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+        head += [f"{who}:", f"plumb / {who}:"]
+    lines = []
     for name, row in rows.items():
         ns = {
             w: b["real_time"] * {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}[b["time_unit"]]
@@ -54,14 +56,14 @@ def table(benchmarks: list[dict]) -> list[str]:
         for who in others:
             both = who in ns and "plumb" in ns
             cells += [span(ns[who]) if who in ns else "", f"{ns['plumb'] / ns[who]:.2f}" if both else ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        lines.append(cells)
+    return table(head, lines)
 
 
 if __name__ == "__main__":
     text = sys.stdin.read()
     measured = json.loads(text[text.index("{") :])["benchmarks"] if "{" in text else []
     broken = [b["name"] for b in measured if b.get("error_occurred")]
-    print("\n".join(table(measured)))
+    print(compared(measured))
     if broken or not measured:
         sys.exit("no result from " + (", ".join(broken) or "the benchmark"))

@@ -7,12 +7,12 @@ import re
 import sys
 
 import torch
+from tables import put, table
 
 import plumb
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "devices.md"
-BEGIN, END = "<!-- tools/device_table.py -->", "<!-- end -->"
 
 # The purpose of the kernels of plumb/cuda, by their file. Tests compile each of them, and run their texts on the CPU.
 KINDS = {
@@ -59,15 +59,8 @@ def rows():
             "yes" if meta else "no", "yes" if gradient else "of others" if "of others" in cuda else "none",
         )  # fmt: skip
         by_cells.setdefault(cells, []).append(f"`{op}`")
-    yield "| operators | CPU | test device | CUDA, compiled | CUDA, run | meta | gradient |\n|---|---|---|---|---|---|---|"
     for cells, ops in sorted(by_cells.items(), key=lambda item: (-len(item[1]), item[1])):
-        yield f"| {', '.join(ops)} | {' | '.join(cells)} |"
-
-
-def with_table(text):
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n\n" + "\n".join(rows()) + "\n\n" + END + after
+        yield [", ".join(ops), *cells]
 
 
 def main():
@@ -77,9 +70,8 @@ def main():
 
     device._load_testdevice()
     text = PAGE.read_text()
-    if BEGIN not in text or END not in text:
-        sys.exit(f"{PAGE} has no place for the table")
-    new = with_table(text)
+    head = ["operators", "CPU", "test device", "CUDA, compiled", "CUDA, run", "meta", "gradient"]
+    new = put(text, "tools/device_table.py", table(head, rows()))
     if "--check" in sys.argv[1:]:
         return 0 if new == text else f"{PAGE} is not what the dispatcher has: run tools/device_table.py"
     PAGE.write_text(new)

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import torch
+from tables import table
 from torch import nn
 
 STAGES, MICROBATCHES, PATIENCE = 4, 4, 2
@@ -146,13 +147,11 @@ class Row:
             self.again.append(int(fault.split()[-1]) - 1 - event["resumed"])
         print(f"{self.title}: {len(happened)} faults, {'the same bits' if good else 'WRONG'}", file=sys.stderr)
 
-    def text(self):
+    def cells(self):
         if not self.seconds:
-            return f"| {self.title} | 0 | | | | |"
-        return (
-            f"| {self.title} | {self.faults} | {len(self.wrong)} | {statistics.median(self.seconds):.2f} s |"
-            f" {max(self.seconds):.2f} s | {max(self.again)} |"
-        )
+            return [self.title, 0, "", "", "", ""]
+        seconds = [f"{statistic(self.seconds):.2f} s" for statistic in (statistics.median, max)]
+        return [self.title, self.faults, len(self.wrong), *seconds, max(self.again)]
 
 
 KINDS = ["kill"] * 5 + ["raise", "stop"]
@@ -258,8 +257,8 @@ class Combination:
         wrong = ", LOST" * one["lost"] + ", OTHER BITS" * one["other"]
         print(f"{self.title} | {' '.join(one['extras'])}: {one['faults']} faults{wrong}", file=sys.stderr, flush=True)
 
-    def text(self):
-        return f"| {self.title} | {self.runs} | {self.faults} | {self.lost} | {self.other} of {self.compared} |"
+    def cells(self):
+        return [*self.title.split(" | "), self.runs, self.faults, self.lost, f"{self.other} of {self.compared}"]
 
 
 def combinations(runs, o, begin):
@@ -279,9 +278,8 @@ def combinations(runs, o, begin):
         row.count(one)
         with tally.open("a") as lines:
             lines.write(json.dumps(one) + "\n")
-    print("| what makes up for a lost rank | weights | layout | runs | faults | runs lost | runs with other bits |")
-    print("|---|---|---|---|---|---|---|")
-    print("\n".join(row.text() for row in rows))
+    head = ["what makes up for a lost rank", "weights", "layout", "runs", "faults", "runs lost", "runs with other bits"]
+    print(table(head, [row.cells() for row in rows]))
     wrong = sum(row.lost + row.other for row in rows)
     print(f"\n{sum(row.runs for row in rows)} runs, {sum(row.faults for row in rows)} faults, {wrong} wrong.")
     return 1 if wrong else 0
@@ -357,11 +355,8 @@ def main():
             rows.append(row)
             while row.faults < count and not row.wrong and time.monotonic() - begin < o.seconds * part / len(plan):
                 row.add(runs, kind, min(each, count - row.faults), dice, whole, *more)
-        print(
-            "| fault, and what makes up for it | faults | runs with other bits | median to the next step's begin | worst |"
-            " whole steps computed again, at most |\n|---|---|---|---|---|---|"
-        )
-        print("\n".join(row.text() for row in rows))
+        head = ["fault, and what makes up for it", "faults", "runs with other bits", "median to the next step's begin", "worst"]
+        print(table([*head, "whole steps computed again, at most"], [row.cells() for row in rows]))
         if o.pairs and not o.only:
             print("\n" + overhead(runs, o.pairs, 256, 8, 64, 64, 8))
         for row in rows:

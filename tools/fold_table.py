@@ -8,16 +8,15 @@ import sys
 
 sys.path.insert(0, "python/tests")
 
-import test_fold as cases  # noqa: E402
 import torch  # noqa: E402
-import transform_models  # noqa: E402
+import transform_models as cases  # noqa: E402
+from tables import table  # noqa: E402
 
 import plumb  # noqa: E402
 
 
 def row(name):
-    torch.manual_seed(0)
-    model, args, kwargs = transform_models.MODELS[name]()
+    model, args, kwargs = cases.made(name)
     scaled = cases.trained(model, args, kwargs)
     fresh = model.state_dict()
     folded = plumb.transforms.fold(scaled, *args, **kwargs)
@@ -30,14 +29,12 @@ def row(name):
             model.load_state_dict(weights)
             differences.append(cases.difference(cases.first_tensor(model(*args, **kwargs)), wanted))
     divided = sum(e["kind"] == "folded" for e in plumb.report(folded)[0]["entries"])
-    return f"| {name} | {divided} of {len(list(model.parameters()))} | {differences[1]:.1e} | {differences[0]:.2g} |"
+    return [name, f"{divided} of {len(list(model.parameters()))}", f"{differences[1]:.1e}", f"{differences[0]:.2g}"]
 
 
 def main():
     torch.set_num_threads(1)
-    print("| model | parameters and statistics divided | difference | without folding |\n| --- | --- | --- | --- |")
-    for name in cases.FOLDED:
-        print(row(name), flush=True)
+    print(table(["model", "parameters and statistics divided", "difference", "without folding"], map(row, cases.FOLDED)))
 
 
 if __name__ == "__main__":

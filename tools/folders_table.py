@@ -16,15 +16,15 @@ import sys
 import tempfile
 import warnings
 
-sys.path[:0] = ["python/tests", "tools"]
+sys.path[:0] = ["python/tests"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from compared import equal, run, same, tensors, tried  # noqa: E402, F401
+from tables import table  # noqa: E402
 from transformers_table import made  # noqa: E402
-from zoo_table import table  # noqa: E402
 from zoo_transformers import MODELS  # noqa: E402
 
 from plumb import hf  # noqa: E402

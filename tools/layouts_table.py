@@ -15,11 +15,10 @@ import random
 import sys
 import tempfile
 
-sys.path.insert(0, "tools")
 sys.path.insert(0, "python/tests")
 
 from layout_runs import LAYOUTS, MODELS, STEPS, Run, go_on
-from zoo_table import table
+from tables import table
 
 
 def cells(run, whole_losses, wanted, random_steps):

@@ -18,13 +18,13 @@ import time
 import traceback
 import warnings
 
-sys.path[:0] = ["tools", "tools/library_models"]
+sys.path[:0] = ["tools/library_models"]
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401 (children need not load it again)
 from compared import run, same  # noqa: E402
 from library_checks import CHECKS, SAME  # noqa: E402
-from zoo_table import table  # noqa: E402
+from tables import table  # noqa: E402
 
 import plumb  # noqa: E402
 

@@ -8,6 +8,7 @@ import math
 
 import plumb.functional as U
 import torch
+from tables import table
 from torch import Tensor
 
 HEAD = """# Scales of the unit-scaled operators
@@ -158,15 +159,14 @@ def line(name, values, inputs, wanted):
         return f"{value:.3f}" + (f" ({wanted[key]:.4g})" if key in wanted else "")
 
     gradients = ", ".join(f"{k} {cell(k, v)}" for k, v in zip(inputs, values[1:]))
-    return f"| {name} | {cell('output', values[0])} | {gradients} |"
+    return [name, cell("output", values[0]), gradients]
 
 
 def main():
     torch.set_num_threads(1)
     rows = [line(name, *measured(make), wanted) for name, make, wanted in cases()]
     rows += [line(name, values, inputs, {}) for name, values, inputs in recurrent_cases()]
-    head = "| operator | output (wanted) | gradients (wanted) |\n| --- | --- | --- |\n"
-    print(HEAD + head + "\n".join(rows) + NOTES, end="")
+    print(HEAD + table(["operator", "output (wanted)", "gradients (wanted)"], rows) + NOTES, end="")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import socket
 import subprocess
 import time
 from pathlib import Path
+
+from tables import put, table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "pipeline.md"
@@ -34,13 +35,13 @@ def stages_a_rank() -> dict[str, int]:
 def schedules() -> str:
     from plumb import _C
 
-    lines = ["", "| schedule | Python | stages a rank | halves the backward | |", "|---|---|---|---|---|"]
+    rows = []
     for t in map(_C.schedule_traits, _C.schedule_names()):
         most = t["max_stages_per_rank"]
         stages = "any number" if most > 2 else "2, each also on the mirrored rank" if t["bidirectional"] else str(most)
         halves = "yes" if t["splits_backward"] else ""
-        lines.append(f"| {t['name']} | `Schedule{t['name']}` | {stages} | {halves} | {t['summary']} |")
-    return "\n".join(lines)
+        rows.append([t["name"], f"`Schedule{t['name']}`", stages, halves, t["summary"]])
+    return table(["schedule", "Python", "stages a rank", "halves the backward", ""], rows)
 
 
 class Ended:
@@ -112,16 +113,15 @@ def equality(build: Path, counts: tuple[int, ...] = (2, 4), models: list[str] = 
         one = run_role(build, 1, ROLE="train", CASES=";".join(alone.values()) + ";", **alone_on)
         twice = [case for (_, schedule), case in cases.items() if schedule == "DualPipe"] if device else []
         gloo = run_role(build, ranks, ROLE="train", CASES=";".join(twice) + ";", **alone_on) if twice else []
-        lines += ["", f"{ranks} processes:", "", "| schedule | " + " | ".join(models) + " |"]
-        lines += ["|---" * (len(models) + 1) + "|"]
+        rows = []
         for schedule, per_rank in per_rank_of.items():
-            cells = []
+            rows.append([schedule])
             for m in models:
                 case = cases[m, schedule]
                 expected = values(gloo, case) if case in twice else values(one, alone[m, ranks * per_rank])
                 wrong = differences(values(over, case), expected)
-                cells.append(f"= ({len(expected)})" if wrong == 0 else f"{wrong} of {len(expected)} differ")
-            lines.append(f"| {schedule} | " + " | ".join(cells) + " |")
+                rows[-1].append(f"= ({len(expected)})" if wrong == 0 else f"{wrong} of {len(expected)} differ")
+        lines += [f"\n{ranks} processes:\n", table(["schedule", *models], rows)]
     return "\n".join(lines)
 
 
@@ -139,23 +139,16 @@ FAULTS = [
 
 def faults(build: Path) -> str:
     healthy = max(e.seconds for e in run_role(build, 3, ROLE="fault", KIND="none", FAULTY="1", TIMEOUT="60000"))
-    lines = ["", f"Three steps without a fault, start and connecting of the processes included: {healthy:.1f} s.", ""]
-    lines += ["| fault | rank | after | printed |", "|---|---|---:|---|"]
+    rows = []
     for kind, faulty, ranks, what in FAULTS:
         timeout = "3000" if kind == "stop" else "60000"
         ended = run_role(build, ranks, kind == "stop", ROLE="fault", KIND=kind, FAULTY=str(faulty), TIMEOUT=timeout)
         for rank, e in enumerate(ended):
             after = "stopped" if e.seconds != e.seconds else f"{e.seconds:.1f} s"
             text = " ".join(e.err.split()).replace("|", "\\|") or ("(nothing)" if rank == faulty else "(nothing!)")
-            lines.append(f"| {what if rank == 0 else ''} | {rank} | {after} | {text} |")
-    return "\n".join(lines)
-
-
-def put(text: str, name: str, section: str) -> str:
-    """Returns the document with a section between its marks replaced."""
-    return re.sub(
-        rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", lambda m: m[1] + section + "\n\n" + m[2], text, flags=re.S
-    )
+            rows.append([what if rank == 0 else "", rank, after, text])
+    head = f"Three steps without a fault, start and connecting of the processes included: {healthy:.1f} s.\n\n"
+    return head + table(["fault", "rank", "after:", "printed"], rows)
 
 
 def main() -> None:

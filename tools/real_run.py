@@ -22,6 +22,8 @@ import sys
 import sysconfig
 import time
 
+from tables import table
+
 COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 LENGTH, ROWS, PARTS, RATE = 128, 2, 4, 0.25  # tokens of a window; windows of a microbatch; microbatches; learning rate
 SIZES = dict(vocab=256, d=320, layers=8, h=5, ff=864)
@@ -141,17 +143,17 @@ def document(run, parameters, files, sample, evaluation):
     for event in events:
         at = f"{(event['time'] - events[0]['time']) / 60:.1f} min"
         if "layout" in event:
-            happened.append(f"| {at} | begins: `{event['layout']}` |")
+            happened.append([at, f"begins: `{event['layout']}`"])
         elif "resumed" in event:
-            happened.append(f"| {at} | goes on after step {event['resumed']} |")
+            happened.append([at, f"goes on after step {event['resumed']}"])
         elif "restart" in event:
-            happened.append(f"| {at} | {event['why']} |".replace("\n", " "))
+            happened.append([at, event["why"].replace("\n", " ")])
         elif event.get("fault") == "outside":
-            happened.append(f"| {at} | `kill -9` of a process after step {event['step']} |")
+            happened.append([at, f"`kill -9` of a process after step {event['step']}"])
         elif event.get("fault") == "stop":
-            happened.append(f"| {at} | SIGTERM after step {event['step']} |")
+            happened.append([at, f"SIGTERM after step {event['step']}"])
         elif "interrupted" in event:
-            happened.append(f"| {at} | ends with step {event['interrupted']}, a checkpoint is there |")
+            happened.append([at, f"ends with step {event['interrupted']}, a checkpoint is there"])
     evaluations = {e["eval"]: e["eval_loss"] for e in events if "eval" in e}
     again = sum(1 for e in events if "loss" in e) - len(steps)
     equal = all(steps[e["step"]]["loss"] == e["loss"] for e in events if "loss" in e)
@@ -175,13 +177,9 @@ plumb train {' '.join(map(str, run.options()))} LAYOUT
 It took {seconds / 60:.1f} minutes and {len(steps)} steps of {tokens:,} tokens; the median step took {median:.2f} s ({tokens / median:,.0f} tokens a second) with all
 processes on {os.cpu_count()} shared cores. Steps computed twice: {again}; {bits}.
 
-| when | what happened |
-|---|---|
-{chr(10).join(happened)}
+{table(["when", "what happened"], happened)}
 
-| after step | loss on held-out text (nats a byte) |
-|---|---|
-{chr(10).join(f"| {step} | {loss:.4f} |" for step, loss in sorted(evaluations.items()))}
+{table(["after step", "loss on held-out text (nats a byte)"], [[step, f"{loss:.4f}"] for step, loss in sorted(evaluations.items())])}
 
 The loss of the first step was {steps[min(steps)]['loss']:.3f}, of the last {steps[max(steps)]['loss']:.3f}. `plumb eval` says of the trained file: {evaluation.strip()}.
 [The page of the run](data/real_run/run.html) was written while it ran.

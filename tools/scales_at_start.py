@@ -7,16 +7,14 @@ for the unit-scaled models, the causes of the others, as plumb.transforms.scale_
 """
 
 import os
-import sys
 import warnings
 
-sys.path[:0] = ["tools"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from zoo_table import table  # noqa: E402
+from tables import table  # noqa: E402
 
 from plumb.transforms import scale_causes, track_scales, unit_scale  # noqa: E402
 

@@ -11,15 +11,15 @@ import sys
 import warnings
 from collections import Counter
 
-sys.path[:0] = ["python/tests", "tools"]
+sys.path[:0] = ["python/tests"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 from compared import run, same, tried  # noqa: E402
 from plumb.pipelining import pipeline  # noqa: E402
+from tables import table  # noqa: E402
 from transforms_table import counts, short  # noqa: E402
-from zoo_table import table  # noqa: E402
 from zoo_transformers import MODELS  # noqa: E402
 
 import plumb  # noqa: E402

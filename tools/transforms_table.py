@@ -11,7 +11,8 @@ from collections import Counter
 sys.path.insert(0, "python/tests")
 
 import torch  # noqa: E402
-from test_transform_models import MODELS, made, run  # noqa: E402
+from tables import table  # noqa: E402
+from transform_models import MODELS, made, run  # noqa: E402
 
 from plumb.transforms import report, simulate_format, track_scales, unit_scale  # noqa: E402
 
@@ -61,7 +62,7 @@ def row(name):
     run(tracked, args, kwargs)
     metrics = [n.meta["metrics"] for n in tracked.scales_graph().nodes if "metrics" in n.meta]
     return [
-        name, str(kinds["replaced"]), residual, str(kinds["weight"]), why,
+        name, kinds["replaced"], residual, kinds["weight"], why,
         f"{of_low['quantised']} of {of_low['quantised'] + of_low['left_alone']}",
         f"{len(metrics)}, {sum(m.bwd is not None for m in metrics)}",
     ]  # fmt: skip
@@ -70,8 +71,7 @@ def row(name):
 def main():
     torch.set_num_threads(1)
     head = ["model", "replaced", "residual", "weights", "left alone", "products", "measured"]
-    lines = [head, ["---"] * len(head), *[row(name) for name in MODELS]]
-    print(HEAD + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+    print(HEAD + table(head, [row(name) for name in MODELS]))
 
 
 if __name__ == "__main__":

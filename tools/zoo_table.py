@@ -4,10 +4,13 @@
 A cell says "bit for bit" if the test that compares so has passed in these logs, "fails" if it failed, "not run" otherwise.
 """
 
-import ast
-import pathlib
 import re
 import sys
+
+sys.path.insert(0, "python/tests")
+
+from tables import table  # noqa: E402
+from zoo import NOT_EXPORTED  # noqa: E402
 
 CPP = [
     "GPTUntied", "GPTTied", "GPTWithDropout", "TransformerEncoderLayer", "TransformerEncoderLayerEval", "MultiheadAttention",
@@ -34,22 +37,10 @@ def results(paths):
     return found
 
 
-def refused():
-    """Returns the models that torch itself does not export, from test_exported.py."""
-    tests = (pathlib.Path(__file__).parent.parent / "python/tests/test_exported.py").read_text()
-    found = next(n for n in ast.parse(tests).body if isinstance(n, ast.Assign) and n.targets[0].id == "NOT_EXPORTED")
-    return ast.literal_eval(found.value)
-
-
 def cell(found, *names):
     if not all(n in found for n in names):
         return "not run"
     return "bit for bit" if all(found[n] for n in names) else "fails"
-
-
-def table(head, rows):
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main():
@@ -63,8 +54,8 @@ def main():
         name = model.removeprefix("transformers ")
         test = f"test_models_of_transformers[{name}]" if model.startswith("transformers ") else f"test_zoo[{model}]"
         there = cell(found, f"test_exported_by_torch_runs_in_plumb[{model}]")
-        if model in refused():
-            there = f"torch refuses: {refused()[model]}"
+        if model in NOT_EXPORTED:
+            there = f"torch refuses: {NOT_EXPORTED[model]}"
         rows.append([model, *[cell(found, test)] * 3, cell(found, f"test_captured_and_saved_runs_in_torch[{model}]"), there])
     head = ["Python model", "outputs", "gradients", "buffers", "captured, saved, run by torch and plumb", "`torch.export`'s file, run by plumb"]
     print(table(head, rows))

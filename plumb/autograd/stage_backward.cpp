@@ -34,6 +34,7 @@ BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads)
     const auto& out = outputs[i];
     if (!out.defined() || !out.requires_grad()) continue;
     auto edge = torch::autograd::impl::gradient_edge(out);
+    if (!edge.function) continue;  // a view made without grad mode: it says so because its base does
     // Sizes are the node's, not the tensor's: a handle stands for a tensor that is gone.
     const auto [sizes, options] = meta_of(edge);
     at::Tensor grad = output_grads.empty() ? at::Tensor() : output_grads[i];

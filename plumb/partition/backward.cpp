@@ -49,7 +49,6 @@ SymbolicBackward make_backward(const PipeTable& table) {
     }
     backward.steps.push_back(std::move(step));
   }
-  for (size_t k = 0; k < table.num_inputs; ++k) backward.input_grads.push_back(look_up({ValueSource::kModelInput, k}));
   return backward;
 }
 

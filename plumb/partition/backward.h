@@ -1,7 +1,5 @@
-// The backward of a cut graph: as data that says which stage's gradients go where, and run in this process.
+// The backward of a cut graph as data: which stage's gradients go where.
 #pragma once
-
-#include <ATen/core/ivalue.h>
 
 #include <optional>
 #include <string>
@@ -11,8 +9,6 @@
 
 namespace plumb {
 
-class Pipe;
-
 // The gradient of a stage's input, as its backward gives it.
 struct GradRef {
   int stage = 0;
@@ -20,7 +16,7 @@ struct GradRef {
   auto operator<=>(const GradRef&) const = default;
 };
 
-// One stage's backward, in the order of running.
+// One stage's backward, in the order in which stages on ranks of their own run.
 //
 // A value used by several stages gets its gradients in the order in which autograd would sum them in the undivided
 // graph: a user's backward starts from the sum so far (`input_seeds`) and adds its own uses one by one. A separate
@@ -35,34 +31,11 @@ struct StageBackwardStep {
 struct SymbolicBackward {
   size_t loss_port = 0;  // output of the last stage that is the loss
   std::vector<StageBackwardStep> steps;
-  // For every flat input of the whole graph: its gradient once all steps have run.
-  std::vector<std::optional<GradRef>> input_grads;
   std::string to_string(const PipeTable& table) const;
 };
 
 // Stages that cannot contribute to the loss have no step. Throws Error(InvalidState) without a loss or for a constant
 // one.
 SymbolicBackward make_backward(const PipeTable& table);
-
-// Runs a pipe with its stages apart for autograd, as on separate ranks: every value that enters a stage is cut off from
-// what made it and collects its gradient there. One microbatch at a time: forward, then backward.
-class DetachExecutor {
- public:
-  explicit DetachExecutor(const Pipe& pipe);
-  ~DetachExecutor();
-  DetachExecutor(const DetachExecutor&) = delete;
-  DetachExecutor& operator=(const DetachExecutor&) = delete;
-
-  // Flat inputs -> flat outputs.
-  std::vector<c10::IValue> forward(std::vector<c10::IValue> inputs);
-  // Runs the pipe's symbolic backward on the last forward; gives the gradients of the flat inputs (undefined: none).
-  // Throws Error(InvalidState) without a forward before it, Error(TensorMismatch) if the loss is no one-element tensor
-  // that requires grad.
-  std::vector<at::Tensor> backward();
-
- private:
-  struct State;
-  std::unique_ptr<State> state_;
-};
 
 }  // namespace plumb

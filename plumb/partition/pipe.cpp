@@ -1,10 +1,12 @@
 #include "plumb/partition/pipe.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <set>
 #include <unordered_set>
 
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/core/str.h"
@@ -108,7 +110,8 @@ std::vector<c10::IValue> Pipe::outputs_of(std::vector<c10::IValue>& last) const 
   return outputs;
 }
 
-std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
+std::vector<c10::IValue> Pipe::run_stages(const std::vector<c10::IValue>& inputs,
+                                          const std::map<int, State>& joined) const {
   if (inputs.size() != table_.num_inputs) {
     throw Error(ErrorKind::StructureMismatch,
                 str("the pipe takes ", table_.num_inputs, " inputs, got ", inputs.size()));
@@ -123,7 +126,10 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
       if (value.isTensor())
         value = over_the_wire(value.toTensor(), {first ? table_.wire.fwd : "none", table_.wire.bwd});
     }
-    made[s] = stages_[s]->run(gather(table_.stages[s], inputs, made));
+    std::vector<c10::IValue> values = gather(table_.stages[s], inputs, made);
+    const auto own = joined.find(static_cast<int>(s));
+    made[s] = own == joined.end() ? stages_[s]->run(std::move(values))
+                                  : Plan(stages_[s]->graph(), own->second).run(std::move(values));
     // A value whose last user has run is of no use any more.
     for (const StageInputPort& in : table_.stages[s].inputs) {
       if (in.source.is_model_input()) continue;
@@ -133,6 +139,8 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
   }
   return outputs_of(made.back());
 }
+
+std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const { return run_stages(inputs, {}); }
 
 Pipe Pipe::with_stages(std::vector<std::shared_ptr<GraphModule>> stages) const {
   if (stages.size() != stages_.size()) {
@@ -179,12 +187,65 @@ const SymbolicBackward& Pipe::backward() const {
   throw Error(ErrorKind::InvalidState, "the pipe has no loss and so no backward", "", "give SplitOptions::loss_spec");
 }
 
+// Adds the gradient of a parameter to each of its copies.
+void Pipe::add_to_copies(const ReplicatedParam& copies, const at::Tensor& grad) const {
+  at::NoGradGuard no_grad;
+  std::unordered_set<const c10::TensorImpl*> given;  // copies may be one tensor
+  for (const auto& [s, name] : copies) {
+    at::Tensor param = stages_[s]->state().get(name).tensor;
+    if (!given.insert(param.unsafeGetTensorImpl()).second) continue;
+    const at::Tensor sum = grad.to(param.device());
+    param.mutable_grad() = param.grad().defined() ? param.grad() + sum : sum.clone();
+  }
+}
+
 BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
   backward();
-  DetachExecutor executor(*this);
+  // All stages are one to autograd. Its graph begins at the inputs and at the parameters that several stages hold.
+  Tensors entering;
+  for (const c10::IValue& v : inputs) entering.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
+  for (const ReplicatedParam& copies : table_.replicated) {
+    at::Tensor& first = entering.emplace_back();
+    for (const auto& [s, name] : copies) {
+      const at::Tensor& own = stages_[s]->state().get(name).tensor;
+      if (!first.defined() && own.requires_grad()) first = own;
+    }
+  }
+  std::vector<bool> asks;
+  for (const at::Tensor& tensor : entering) asks.push_back(tensor.defined() && tensor.requires_grad());
+  const InputBoundary boundary(entering, asks);
+  const size_t count = inputs.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (inputs[i].isTensor()) inputs[i] = boundary.inputs()[i];
+  }
+  std::map<int, State> joined;
+  for (size_t p = 0; p < table_.replicated.size(); ++p) {
+    for (const auto& [s, name] : table_.replicated[p]) {
+      const at::Tensor own = stages_[s]->state().get(name).tensor;
+      if (!own.requires_grad()) continue;
+      at::Tensor copy = own.tensor_data();  // its own values, the gradient's way the same as that of the others
+      const at::Tensor there = boundary.inputs()[count + p].to(own.device());
+      torch::autograd::impl::set_gradient_edge(copy, torch::autograd::impl::gradient_edge(there));
+      State& state = joined.try_emplace(s, stages_[s]->state()).first->second;
+      for (const Attr& attr : stages_[s]->state()) {
+        if (attr.tensor.is_same(own)) state.set(attr.name, copy);
+      }
+    }
+  }
   BackwardResult result;
-  result.outputs = executor.forward(std::move(inputs));
-  result.input_grads = executor.backward();
+  result.outputs = run_stages(inputs, joined);
+  const c10::IValue& loss = result.outputs[*table_.loss_output];
+  if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() ||
+      loss.toTensor().numel() != 1) {
+    throw Error(ErrorKind::TensorMismatch, "the loss, output %" +
+                                               table_.stages.back().outputs[backward_->loss_port].name +
+                                               ", is no tensor of one element that requires a gradient");
+  }
+  result.input_grads = stage_backward({loss.toTensor()}, {}, boundary);
+  for (size_t p = 0; p < table_.replicated.size(); ++p) {
+    if (result.input_grads[count + p].defined()) add_to_copies(table_.replicated[p], result.input_grads[count + p]);
+  }
+  result.input_grads.resize(count);
   return result;
 }
 

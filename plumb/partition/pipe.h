@@ -1,6 +1,7 @@
 // A graph cut into stages: runs here as the reference, hands out its stages, moves them, and restores the whole model.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -66,9 +67,10 @@ class Pipe {
   bool has_loss_and_backward() const { return backward_.has_value(); }
   // Throws Error(InvalidState) if the pipe has no loss.
   const SymbolicBackward& backward() const;
-  // Runs one microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward. Accumulates into
-  // the parameters' `.grad`, replicated ones included: every copy gets the sum. Outputs and gradients equal those of
-  // the undivided graph and its backward(), bit for bit.
+  // Runs one microbatch forward and back from the loss, all stages as one (stage_backward.h). Accumulates into the
+  // parameters' `.grad`, replicated ones included: every copy gets the sum. Outputs and gradients equal those of the
+  // undivided graph and its backward(), bit for bit. Throws Error(InvalidState) if the pipe has no loss and
+  // Error(TensorMismatch) if the loss is no one-element tensor that requires grad.
   BackwardResult run_with_backward(std::vector<c10::IValue> inputs) const;
 
   // --- state ---
@@ -90,8 +92,10 @@ class Pipe {
   std::string stage_text(int index) const;
 
  private:
-  friend class DetachExecutor;
   void check_stage(int index) const;
+  // `joined`: by stage, the state that it runs with in place of its own.
+  std::vector<c10::IValue> run_stages(const std::vector<c10::IValue>& inputs, const std::map<int, State>& joined) const;
+  void add_to_copies(const ReplicatedParam& copies, const at::Tensor& grad) const;
   std::vector<c10::IValue> outputs_of(std::vector<c10::IValue>& last) const;
 
   std::vector<std::shared_ptr<GraphModule>> stages_;

@@ -114,18 +114,27 @@ std::string shown(const std::optional<TensorMeta>& meta, ValueType type) {
   return "other";
 }
 
-// Every source and use points at a port that is there.
-void check(const PipeTable& table) {
+std::string replicated_text(const PipeTable& table) {
+  std::string text;
+  for (const ReplicatedParam& param : table.replicated) {
+    text += "replicated";
+    for (const auto& [stage, name] : param) text += str(" ", name, "@", stage);
+    text += "\n";
+  }
+  return text;
+}
+
+// Every use and output points at a port that is there, and all that check() says.
+void check_read(const PipeTable& table) {
   auto require = [](bool ok, const std::string& what) {
     if (!ok) throw Error(ErrorKind::BadFile, "a stage table is inconsistent: " + what);
   };
+  try {
+    table.check();
+  } catch (const Error& e) {
+    require(false, e.message());
+  }
   for (int s = 0; s < table.num_stages(); ++s) {
-    for (const StageInputPort& in : table.stages[s].inputs) {
-      require(in.source.stage >= ValueSource::kModelInput && in.source.stage < s,
-              str("an input of stage ", s, " comes from stage ", in.source.stage));
-      const size_t ports = in.source.is_model_input() ? table.num_inputs : table.stages[in.source.stage].outputs.size();
-      require(in.source.index < ports, "'" + in.name + "' comes from a port that is not there");
-    }
     for (const StageOutputPort& out : table.stages[s].outputs) {
       for (const PortUse& use : out.consumers) {
         require(use.stage > s && use.stage < table.num_stages() && use.input < table.stages[use.stage].inputs.size(),
@@ -133,14 +142,94 @@ void check(const PipeTable& table) {
       }
     }
   }
-  for (const PipelineOutput& out : table.outputs) {
-    require(!out.port || (!table.stages.empty() && *out.port < table.stages.back().outputs.size()),
-            "an output that is not there");
-  }
+  for (const PipelineOutput& out : table.outputs)
+    require(!out.port || *out.port < table.stages.back().outputs.size(), "an output that is not there");
   require(!table.loss_output || *table.loss_output < table.outputs.size(), "the loss is no output");
 }
 
 }  // namespace
+
+PipeTable PipeTable::chain(int num_stages) {
+  PipeTable table;
+  table.num_inputs = 1;
+  for (int s = 0; s < num_stages; ++s) {
+    StageIO& stage = table.stages.emplace_back();
+    stage.inputs.push_back({{s - 1, 0}});
+    stage.outputs.emplace_back();
+  }
+  return table;
+}
+
+PipeTable PipeTable::dynamic_chain(int num_stages) {
+  PipeTable table = chain(num_stages);
+  if (num_stages > 0) table.stages[0].inputs.clear();
+  table.num_inputs = 0;
+  table.dynamic_outputs = true;
+  return table;
+}
+
+const FPFormat* PipeTable::value_format(const ValueSource& value) const {
+  return crosses_rounded(value) ? wire_format(wire.fwd) : nullptr;
+}
+
+const FPFormat* PipeTable::gradient_format(const ValueSource& value) const {
+  return crosses_rounded(value) ? wire_format(wire.bwd) : nullptr;
+}
+
+std::map<size_t, StageInputPort> PipeTable::model_inputs() const {
+  std::map<size_t, StageInputPort> known;
+  for (const StageIO& stage : stages) {
+    for (const StageInputPort& in : stage.inputs) {
+      if (in.source.is_model_input() && in.meta) known.emplace(in.source.index, in);
+    }
+  }
+  return known;
+}
+
+void PipeTable::check() const {
+  auto require = [](bool ok, const auto&... what) {
+    if (!ok) throw Error(ErrorKind::InvalidArgument, str(what...));
+  };
+  require(!stages.empty(), "the pipeline has no stages");
+  plumb::check(wire);
+  for (int s = 0; s < num_stages(); ++s) {
+    for (size_t i = 0; i < stages[s].inputs.size(); ++i) {
+      const ValueSource& in = stages[s].inputs[i].source;
+      const std::string what = str("input ", i, " of stage ", s);
+      if (in.is_model_input()) {
+        require(in.index < num_inputs, what, " is the model's input ", in.index, ", the model has ", num_inputs);
+        continue;
+      }
+      require(in.stage >= 0 && in.stage < s, what, " comes from stage ", in.stage, ", which is not an earlier stage");
+      const size_t made = stages[in.stage].outputs.size();
+      require(in.index < made, what, " is output ", in.index, " of stage ", in.stage, ", which has ", made);
+    }
+    const auto& inputs = stages[s].inputs;
+    const bool link = s == 0 ? inputs.empty() : inputs.size() == 1 && inputs[0].source == ValueSource{s - 1, 0};
+    require(!dynamic_outputs || link, "stage ", s, " of a layout with dynamic outputs is no link of a chain");
+  }
+  for (const ReplicatedParam& param : replicated) {
+    for (const auto& [stage, name] : param) {
+      require(stage >= 0 && stage < num_stages(), "tied parameter ", name, " is in stage ", stage, ", there are ",
+              num_stages());
+    }
+  }
+}
+
+std::string PipeTable::text() const {
+  std::string out = str(num_inputs, " inputs\n", dynamic_outputs ? "dynamic outputs\n" : "");
+  for (int s = 0; s < num_stages(); ++s) {
+    out += str("stage ", s, ":");
+    for (const StageInputPort& in : stages[s].inputs)
+      out += str(in.source.is_model_input() ? " input" : str(" stage", in.source.stage), ".", in.source.index);
+    out += str(" -> ", stages[s].outputs.size());
+    for (size_t i = 0; wire && i < stages[s].outputs.size(); ++i)
+      if (!stages[s].outputs[i].as_it_is.empty()) out += str(" ", i, " as it is");
+    out += "\n";
+  }
+  if (wire) out += "wire: " + wire.fwd + " " + wire.bwd + "\n";
+  return out + replicated_text(*this);
+}
 
 std::string PipeTable::to_string() const {
   std::string text;
@@ -164,12 +253,7 @@ std::string PipeTable::to_string() const {
       text += "\n";
     }
   }
-  for (const ReplicatedParam& param : replicated) {
-    text += "replicated";
-    for (const auto& [stage, name] : param) text += str(" ", name, "@", stage);
-    text += "\n";
-  }
-  return text;
+  return text + replicated_text(*this);
 }
 
 std::string PipeTable::to_json() const {
@@ -184,12 +268,20 @@ PipeTable PipeTable::from_json(const std::string& text) {
     if (j.at("version") != 2)
       throw Error(ErrorKind::BadFile, "a stage table of the unknown version " + j.at("version").dump());
     auto table = j.get<PipeTable>();
-    plumb::check(table.wire);
-    check(table);
+    check_read(table);
     return table;
   } catch (const json::exception& e) {
     throw Error(ErrorKind::BadFile, std::string("a stage table cannot be read: ") + e.what());
   }
+}
+
+bool fits_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
+  if (sizes.size() != meta.sizes.size()) return false;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const bool symbol = i < meta.symbols.size() && !meta.symbols[i].empty();
+    if (!symbol && sizes[i] != meta.sizes[i]) return false;
+  }
+  return true;
 }
 
 at::Tensor pack_value(const c10::IValue& value) {

@@ -12,6 +12,8 @@
 
 namespace plumb {
 
+struct FPFormat;
+
 // The source of a value: output `index` of a stage, or input `index` (flat) of the whole graph.
 struct ValueSource {
   static constexpr int kModelInput = -1;
@@ -72,7 +74,9 @@ struct PipelineOutput {
 // be summed over the copies before the optimizer's step.
 using ReplicatedParam = std::map<int, std::string>;
 
-// The whole picture: what a rank has to know of the other stages.
+// The whole picture: what a rank has to know of the other stages. Who sends what to whom is derived from it
+// (plumb/pipeline/runtime/run_plan.h). Of stages that were not cut from a graph it has the sources of inputs and the
+// numbers of outputs.
 struct PipeTable {
   std::vector<StageIO> stages;
   size_t num_inputs = 0;  // flat inputs of the whole graph
@@ -80,18 +84,38 @@ struct PipeTable {
   std::vector<ReplicatedParam> replicated;
   WireFormats wire;
   std::optional<size_t> loss_output;  // flat output that is the loss, if a loss spec was given
+  // A linear chain: each stage sends all outputs to the next, in order. The number of outputs may vary between
+  // microbatches. Stage 0 takes nothing: it gets the model's inputs by itself.
+  bool dynamic_outputs = false;
+
+  // Returns a table in which stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
+  static PipeTable chain(int num_stages);
+  static PipeTable dynamic_chain(int num_stages);
 
   int num_stages() const { return static_cast<int>(stages.size()); }
   // Returns whether the value of this source is rounded on its way.
   bool crosses_rounded(const ValueSource& source) const {
-    return wire && !source.is_model_input() && stages[source.stage].outputs[source.index].as_it_is.empty();
+    return wire && !source.is_model_input() &&
+           (dynamic_outputs || stages[source.stage].outputs[source.index].as_it_is.empty());
   }
+  // Return the format of a value between stages and of its gradient; null: as it is.
+  const FPFormat* value_format(const ValueSource& value) const;
+  const FPFormat* gradient_format(const ValueSource& value) const;
+  // Returns the inputs of the whole graph with known sizes, by number.
+  std::map<size_t, StageInputPort> model_inputs() const;
+  // Throws Error(InvalidArgument) that names the stage and input.
+  void check() const;
+  // Returns what all ranks of a pipeline must have alike.
+  std::string text() const;
   // Returns one line an input and output, for people.
   std::string to_string() const;
   // For sending; from_json throws Error(BadFile) that names what is wrong.
   std::string to_json() const;
   static PipeTable from_json(const std::string& text);
 };
+
+// Returns whether an input of these sizes fits what was cut. A size that is a symbol may be any.
+bool fits_cut(const TensorMeta& meta, at::IntArrayRef sizes);
 
 // Packs a value that is no tensor and crosses between stages (symbolic sizes, flags) as a 0-dim tensor on the CPU:
 // int64, float64 or bool. Throws Error(Partition) for a value that has no such form.

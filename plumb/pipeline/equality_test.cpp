@@ -80,7 +80,7 @@ Values train_eager(TestModel model, int microbatches, int steps) {
     for (int s = 0; s < model.layout.num_stages(); s++) {
       for (const auto& p : model.make_stage(s)->parameters()) stage_of.emplace(p.name, s);
     }
-    model.layout = PipelineLayout::chain(1);
+    model.layout = PipeTable::chain(1);
     model.make_stage = [whole = model.make_whole](int) { return whole(); };
   }
   std::vector<std::shared_ptr<TestStage>> stages;
@@ -96,7 +96,8 @@ Values train_eager(TestModel model, int microbatches, int steps) {
       std::vector<Tensors> outputs;
       for (int s = 0; s < model.layout.num_stages(); s++) {
         Tensors args;
-        for (const auto& source : model.layout.stages[s].inputs) {
+        for (const auto& input : model.layout.stages[s].inputs) {
+          const ValueSource& source = input.source;
           args.push_back(source.stage < 0 ? in.inputs[m][source.index] : outputs[source.stage][source.index]);
         }
         outputs.push_back(stages[s]->forward(args));
@@ -227,7 +228,7 @@ TEST(Pipeline, StagesOfOneGraphAloneRefuseOtherSizesAndNameThem) {
   cut.points.emplace_back("layer1", SplitPoint::Beginning);
   auto pipe = pipeline(*capture(tokens, zeros_there({2, 4}, at::kLong)), cut);
   const auto schedule = make_schedule("LoopedBFS", 1, 2, 2);
-  Pipeline runs(make_layout(pipe->table()), schedule, stages_of_rank(*pipe, schedule, 0), {}, {});
+  Pipeline runs(pipe->table(), schedule, stages_of_rank(*pipe, schedule, 0), {}, {});
   EXPECT_EQ(runs.eval({ones_there({4, 4}, at::kLong)}).outputs.at(0).size(0), 16);
   try {
     runs.eval({ones_there({4, 5}, at::kLong)});

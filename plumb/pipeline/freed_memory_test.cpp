@@ -37,7 +37,7 @@ void run_a_graph_and_a_pipeline() {
   PipelineOptions options;
   options.loss = [](const Tensors& out, const Tensors&) { return out[0].sum(); };
   const at::Tensor w = at::ones({4}).requires_grad_(true);
-  Pipeline pipeline(PipelineLayout::chain(1), parse_csv("0F0,0B0\n"),
+  Pipeline pipeline(PipeTable::chain(1), parse_csv("0F0,0B0\n"),
                     {{0, std::make_shared<LambdaStage>([=](const Tensors& in) { return Tensors{in[0] * w}; },
                                                        std::vector<NamedTensor>{{"w", w}})}},
                     {}, options);

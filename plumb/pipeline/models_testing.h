@@ -21,7 +21,7 @@ struct TestStage : LambdaStage {
 };
 
 struct TestModel {
-  PipelineLayout layout;
+  PipeTable layout;
   std::function<std::shared_ptr<TestStage>(int stage)> make_stage;
   Loss loss;
   std::function<std::pair<Tensors, Tensors>(int step)> batch;  // inputs, targets
@@ -94,10 +94,10 @@ inline std::pair<Tensors, Tensors> test_tokens(int step, at::IntArrayRef sizes) 
 }
 
 inline void make_skip(TestModel& model, int num_stages) {
-  model.layout.stages[0].num_outputs = 3;
+  model.layout.stages[0].outputs.resize(3);
   for (int s = 1; s < num_stages; s++) {
-    model.layout.stages[s].inputs = {{s - 1, 0}, {0, 1}, {0, 2}};
-    if (s == 1) model.layout.stages[s].inputs[0] = {0, 0};
+    model.layout.stages[s].inputs = {{{s - 1, 0}}, {{0, 1}}, {{0, 2}}};
+    if (s == 1) model.layout.stages[s].inputs[0] = {{0, 0}};
   }
   model.make_stage = [](int s) {
     auto w = test_matrix(s);
@@ -117,7 +117,7 @@ inline void make_tied(TestModel& model, int num_stages) {
     auto forward = [=](const Tensors& in) -> Tensors { return {at::tanh(at::linear(in[0], w))}; };
     return test_stage(forward, {{last ? "head.weight" : test_layer(s), w}});
   };
-  if (num_stages > 1) model.layout.tied = {{{{0, "layers.0.weight"}, {num_stages - 1, "head.weight"}}}};
+  if (num_stages > 1) model.layout.replicated = {{{0, "layers.0.weight"}, {num_stages - 1, "head.weight"}}};
 }
 
 inline void make_norm(TestModel& model) {
@@ -173,7 +173,7 @@ inline void make_cut(TestModel& model, int num_stages) {
   auto graph = capture(cut->model, tokens);
   cut->pipe = pipeline(*graph, options);
   cut->specializer = specialize_on_sizes(*cut->pipe, cut->model, options, tokens);
-  model.layout = make_layout(cut->pipe->table());
+  model.layout = cut->pipe->table();
   model.make_stage = [=](int s) {
     auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table(), s, cut->specializer);
     auto made = test_stage([=](const Tensors& in) { return stage->forward(in); }, stage->parameters());
@@ -222,7 +222,7 @@ inline void make_scribbling(TestModel& model, int num_stages) {
 // the stages. "scribbling": stages write to what they have sent.
 inline TestModel test_model(const std::string& name, int num_stages) {
   TestModel model;
-  model.layout = PipelineLayout::chain(num_stages);
+  model.layout = PipeTable::chain(num_stages);
   model.loss = [](const Tensors& out, const Tensors& target) { return at::mse_loss(out[0].to(at::kFloat), target[0]); };
   const bool ragged = name == "ragged";
   model.batch = [=](int step) {

@@ -134,9 +134,9 @@ TEST(Microbatches, NameATensorThatCannotBeCut) {
 }
 
 TEST(Layout, SendsTheGradientOfASkippedValueFromUserToUser) {
-  PipelineLayout layout = PipelineLayout::chain(4);
-  layout.stages[2].inputs.push_back({0, 0});
-  layout.stages[3].inputs.push_back({0, 0});
+  PipeTable layout = PipeTable::chain(4);
+  layout.stages[2].inputs.push_back({{0, 0}});
+  layout.stages[3].inputs.push_back({{0, 0}});
   auto wiring = connect_stages(layout);
   ASSERT_EQ(wiring[0].values_out.size(), 3u) << "straight to each of its users";
   ASSERT_EQ(wiring[0].grads_in.size(), 1u) << "one sum comes back, from the first user";
@@ -147,13 +147,13 @@ TEST(Layout, SendsTheGradientOfASkippedValueFromUserToUser) {
 }
 
 TEST(Layout, NamesAnInputThatCannotBe) {
-  auto layout = PipelineLayout::chain(2);
-  layout.stages[0].inputs = {{1, 0}};
+  auto layout = PipeTable::chain(2);
+  layout.stages[0].inputs = {{{1, 0}}};
   EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("input 0 of stage 0 comes from stage 1"));
-  layout.stages[0].inputs = {{-1, 4}};
+  layout.stages[0].inputs = {{{-1, 4}}};
   EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("the model's input 4"));
-  layout = PipelineLayout::chain(2);
-  layout.stages[1].inputs = {{0, 2}};
+  layout = PipeTable::chain(2);
+  layout.stages[1].inputs = {{{0, 2}}};
   EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("is output 2 of stage 0"));
 }
 

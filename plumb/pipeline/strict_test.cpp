@@ -164,7 +164,7 @@ Role watchful_role("watchful", [] {
   PipelineOptions options;
   options.loss = [](const Tensors& out, const Tensors&) { return out[0].sum(); };
   options.scale_grads = false;
-  Pipeline pipeline(PipelineLayout::chain(group.size()), make_schedule("1F1B", group.size(), 6), {{rank, stage}}, group,
+  Pipeline pipeline(PipeTable::chain(group.size()), make_schedule("1F1B", group.size(), 6), {{rank, stage}}, group,
                     options);
   const Tensors inputs{at::zeros({6, 500}, test_device())};
   pipeline.step(inputs, inputs);
@@ -313,7 +313,7 @@ Role under_way_role("under way", [] {
   const auto group = test_group(std::chrono::seconds(60));
   const int rank = group.rank();
   const auto stage = test_stage([](const Tensors& in) { return Tensors{compute_on_device(in[0])}; }, {});
-  Pipeline pipeline(PipelineLayout::chain(2), make_schedule("GPipe", 2, kUnderWay, 1), {{rank, stage}}, group, {});
+  Pipeline pipeline(PipeTable::chain(2), make_schedule("GPipe", 2, kUnderWay, 1), {{rank, stage}}, group, {});
   const auto x = test_data(1, {kUnderWay, 1000});
   const Tensors inputs{x};
   pipeline.eval(inputs);

@@ -229,31 +229,10 @@ std::vector<Action> with_surroundings(const std::vector<Action>& given, const Lo
   return surround(row, options, [](std::size_t, std::vector<Action>&) {});
 }
 
-Schedule merge_backwards(const Schedule& given) {
-  Schedule schedule = without_idle(given);
+Schedule forward_only(Schedule schedule) {
   for (auto& row : schedule.rows) {
-    std::vector<Action> merged;
-    for (const Action& action : row) {
-      bool joins = action.kind == ActionKind::BackwardWeight && !merged.empty() &&
-                   merged.back() == Action::input(action.stage, action.microbatch);
-      if (joins)
-        merged.back() = Action::backward(action.stage, action.microbatch);
-      else
-        merged.push_back(action);
-    }
-    row = std::move(merged);
-  }
-  return schedule;
-}
-
-Schedule forward_only(const Schedule& given) {
-  Schedule schedule = given;
-  for (auto& row : schedule.rows) {
-    std::vector<Action> forwards;
-    for (const Action& action : row) {
-      if (action.first_part().kind == ActionKind::Forward) forwards.push_back(action.first_part());
-    }
-    row = std::move(forwards);
+    std::erase_if(row, [](const Action& a) { return a.is_compute() && a.first_part().kind != ActionKind::Forward; });
+    for (Action& action : row) action = action.first_part();
   }
   return schedule;
 }

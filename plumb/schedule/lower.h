@@ -33,11 +33,7 @@ std::vector<std::vector<int>> meeting_messages(const Schedule& lowered);
 // Returns a row of a rank with UNSHARD, RESHARD and REDUCE_GRAD as the options say; idle entries go.
 std::vector<Action> with_surroundings(const std::vector<Action>& row, const LowerOptions& options);
 
-// Joins an I directly followed by its own W into a B (idle entries between them go); one pass through the engine is
-// cheaper than two.
-Schedule merge_backwards(const Schedule& schedule);
-
-// Returns the forwards of a table alone, for evaluation.
-Schedule forward_only(const Schedule& schedule);
+// Returns an evaluation's table: the forwards, and the entries that compute nothing.
+Schedule forward_only(Schedule schedule);
 
 }  // namespace plumb

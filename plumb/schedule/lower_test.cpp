@@ -125,15 +125,6 @@ TEST(Lower, AnyTableWithAnySkipConnectionsRunsEvenWithBlockingMessages) {
   }));
 }
 
-TEST(MergeBackwards, JoinsAnInputWithItsOwnWeightRightAfter) {
-  EXPECT_EQ(to_csv(merge_backwards(parse_csv("0F0,0F1,0I0,,0W0,0I1,0W1\n"))), "0F0,0F1,0B0,0B1\n");
-}
-
-TEST(MergeBackwards, LeavesOthersAlone) {
-  Schedule schedule = parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n");
-  EXPECT_EQ(merge_backwards(schedule), schedule);
-}
-
 TEST(Lower, SurroundingsFollowUse) {
   auto text = [](const std::vector<Action>& row) {
     std::string out;

@@ -62,8 +62,7 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
   of_run.progress = {};
   of_run.replicas = {};
   of_run.gradient_groups = 0;
-  pipeline_ = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, std::move(stages),
-                                         groups.pipeline, of_run);
+  pipeline_ = std::make_unique<Pipeline>(job.pipe->table(), job.schedule, std::move(stages), groups.pipeline, of_run);
 }
 
 // Returns a microbatch's rows; those beyond the data are the first row again, with targets that do not count.

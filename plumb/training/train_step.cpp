@@ -40,8 +40,7 @@ TrainStep::TrainStep(const TrainOptions& o, TrainJob& job, const TrainRanks& ran
 void TrainStep::connect() {
   PipelineOptions of_run = job_.pipeline;
   of_run.replicas = ranks_.groups.replicas;
-  pipeline_ = std::make_unique<Pipeline>(make_layout(job_.pipe->table()), job_.schedule, stages_,
-                                         ranks_.groups.pipeline, of_run);
+  pipeline_ = std::make_unique<Pipeline>(job_.pipe->table(), job_.schedule, stages_, ranks_.groups.pipeline, of_run);
 }
 
 TrainStep::Numbers TrainStep::compute(int64_t step, const Parts& parts) {

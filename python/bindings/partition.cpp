@@ -102,8 +102,32 @@ void bind_specializer(py::module_& m) {
       .def("__reduce__", [](const py::object&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); });
 }
 
+// stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs)
+std::shared_ptr<PipeTable> make_table(const std::vector<std::pair<std::vector<std::pair<int, int>>, int>>& stages,
+                                      size_t num_inputs) {
+  auto table = std::make_shared<PipeTable>();
+  table->num_inputs = num_inputs;
+  for (const auto& [inputs, num_outputs] : stages) {
+    StageIO& stage = table->stages.emplace_back();
+    for (const auto& [from, index] : inputs) stage.inputs.push_back({{from, static_cast<size_t>(index)}});
+    stage.outputs.resize(num_outputs);
+  }
+  table->check();
+  return table;
+}
+
 void bind_pipe_table(py::module_& m) {
-  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a cut graph.")
+  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a pipeline.")
+      .def(py::init(&make_table), py::arg("stages"), py::arg("num_inputs") = 1)
+      .def_static(
+          "dynamic_chain",
+          [](int num_stages, const std::pair<std::string, std::string>& wire) {
+            auto table = std::make_shared<PipeTable>(PipeTable::dynamic_chain(num_stages));
+            table->wire = {wire.first, wire.second};
+            table->check();
+            return table;
+          },
+          py::arg("num_stages"), py::arg("wire") = std::pair<std::string, std::string>{})
       .def_property_readonly("num_stages", &PipeTable::num_stages)
       .def_readonly("loss_output", &PipeTable::loss_output)
       .def_readonly("replicated", &PipeTable::replicated, "one dict a parameter: stage -> its name there")

@@ -93,20 +93,6 @@ ProcessGroup shared_group(const py::object& group, double timeout_seconds) {
                      std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
 }
 
-// stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs)
-PipelineLayout make_layout(const std::vector<std::pair<std::vector<std::pair<int, int>>, int>>& stages,
-                           int num_inputs) {
-  PipelineLayout layout;
-  layout.num_inputs = num_inputs;
-  for (const auto& [inputs, num_outputs] : stages) {
-    StageLayout& stage = layout.stages.emplace_back();
-    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, static_cast<size_t>(index)});
-    stage.num_outputs = num_outputs;
-  }
-  layout.check();
-  return layout;
-}
-
 ActionKind parse_kind(const std::string& text) {
   for (const auto kind :
        {ActionKind::Forward, ActionKind::FullBackward, ActionKind::BackwardInput, ActionKind::BackwardWeight,
@@ -118,7 +104,7 @@ ActionKind parse_kind(const std::string& text) {
 
 using Hooks = std::map<std::pair<std::string, int>, py::object>;  // by kind and stage, -1: every stage
 
-std::unique_ptr<Pipeline> make_pipeline(const PipelineLayout& layout, const Schedule& schedule,
+std::unique_ptr<Pipeline> make_pipeline(const PipeTable& layout, const Schedule& schedule,
                                         const std::map<int, py::object>& stages, const py::object& group,
                                         double timeout, bool scale_grads, bool record_timeline, bool check_numerics,
                                         std::optional<std::uint64_t> seed, const py::object& replicas,
@@ -164,20 +150,6 @@ std::vector<TimelineEvent> to_events(const std::vector<Event>& all) {
 }
 
 void bind_stages(py::module_& m) {
-  py::class_<PipelineLayout>(m, "PipelineLayout", "What flows between the stages of a pipeline.")
-      .def(py::init(&make_layout), py::arg("stages"), py::arg("num_inputs") = 1)
-      .def_static(
-          "dynamic_chain",
-          [](int num_stages, const std::pair<std::string, std::string>& wire) {
-            auto layout = PipelineLayout::dynamic_chain(num_stages);
-            layout.wire = {wire.first, wire.second};
-            layout.check();
-            return layout;
-          },
-          py::arg("num_stages"), py::arg("wire") = std::pair<std::string, std::string>{})
-      .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
-      .def_property_readonly("num_stages", &PipelineLayout::num_stages)
-      .def("__str__", &PipelineLayout::text);
   py::class_<GraphStage, std::shared_ptr<GraphStage>>(
       m, "GraphStage", "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
       .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>, std::string,
@@ -193,7 +165,7 @@ Register pipeline_part([](py::module_& m) {
   bind_stages(m);
   py::class_<StepDriver>(m, "StepDriver",
                          "The parts of actions: of the step that a pipeline runs, or of one stage by hand.")
-      .def(py::init([](const PipelineLayout& layout, int index, const py::object& stage) {
+      .def(py::init([](const PipeTable& layout, int index, const py::object& stage) {
              return StepDriver(layout, index, std::make_shared<PyStage>(stage));
            }),
            py::arg("layout"), py::arg("index"), py::arg("stage"))

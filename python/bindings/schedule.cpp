@@ -9,7 +9,6 @@
 #include "plumb/schedule/render.h"
 #include "plumb/schedule/search.h"
 #include "plumb/schedule/simulate.h"
-#include "plumb/schedule/torch_lowering.h"
 
 namespace plumb::python {
 namespace {
@@ -75,20 +74,6 @@ void bind_schedule_table(py::module_& m) {
                              })
       .def("csv", [](const Schedule& s) { return to_csv(s); })
       .def("with_idle_ticks", &with_idle_ticks)
-      .def("merge_backwards", &merge_backwards)
-      .def("simulate_send_recv", &simulate_send_recv)
-      .def("defer_receives", &defer_receives)
-      .def(
-          "torch_lowering",
-          [](Schedule table, int max_unsharded, bool reduce_grad, bool late_receives) {
-            if (reduce_grad || max_unsharded > 0) {  // idle entries go, which otherwise take a turn
-              for (auto& row : table.rows)
-                row = with_surroundings(row, {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded});
-            }
-            table = add_send_recv(table);
-            return late_receives ? defer_receives(table) : table;
-          },
-          py::arg("max_unsharded") = 0, py::arg("reduce_grad") = true, py::arg("defer_receives") = false)
       // "ok", or a line for every problem.
       .def(
           "check",

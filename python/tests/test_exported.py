@@ -16,13 +16,7 @@ import plumb
 
 NEAREST = "e4m3fn-RN"
 
-# Models that torch itself does not export, and why.
-NOT_EXPORTED = {
-    "transformers GPT-2": "the mask it makes by vmap is no operator (flat_apply)",
-    "transformers Llama": "the mask it makes by vmap is no operator (flat_apply)",
-}
-if not transformers.__version__.startswith("4."):
-    NOT_EXPORTED = {}  # transformers 5 makes the mask without vmap
+NOT_EXPORTED = zoo.NOT_EXPORTED if transformers.__version__.startswith("4.") else {}  # 5 makes the mask without vmap
 # Whose exported program has other last bits than eager when torch itself runs it.
 UNLIKE_EAGER = {"transformers Llama"}
 

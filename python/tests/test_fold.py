@@ -9,10 +9,10 @@ import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
-import transform_models
 import zoo
 from plumb.pipelining import SplitPoint, pipeline
 from torch import nn
+from transform_models import FOLDED, difference, first_tensor, made, trained
 
 import plumb
 from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
@@ -20,39 +20,6 @@ from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
 PLUMB = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 
 
-def first_tensor(out):
-    if isinstance(out, torch.Tensor):
-        return out
-    return out["logits"] if hasattr(out, "keys") else out[0]
-
-
-def loss_of(out):
-    if hasattr(out, "keys"):
-        return out["loss"]
-    return out[1] if isinstance(out, tuple) and out[1].dim() == 0 else first_tensor(out).float().square().mean()
-
-
-def trained(model, args, kwargs, steps=4):
-    """Returns the model, unit-scaled and trained: no weight has unit variance any more, no bias is zero."""
-    scaled = unit_scale(model)
-    optimizer = plumb.optim.AdamW(scaled.parameters(), lr=0.05)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(scaled(*args, **kwargs)).backward()
-        optimizer.step()
-    return scaled
-
-
-def difference(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-FOLDED = [
-    "GPT", "GPT tied", "GPT with dropout", "TransformerEncoderLayer", "TransformerEncoderLayer eval", "ViT",
-    "ConvNet training", "ConvNet eval", "ConvNet 1d", "U-net", "LSTM", "GRU", "LSTMCell", "Llama", "root Linear",
-    "root Sequential", "two-branch add", "GPT-2 of transformers", "Llama of transformers", "BERT of transformers",
-    "group and instance norm",
-]  # fmt: skip
 ROUNDING = 1e-5
 
 
@@ -60,8 +27,7 @@ ROUNDING = 1e-5
 def test_folded_weights_load_into_the_plain_model(name):
     if "transformers" in name:
         pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model, args, kwargs = transform_models.MODELS[name]()
+    model, args, kwargs = made(name)
     scaled = trained(model, args, kwargs)
     plain = fold(scaled, *args, **kwargs)
     assert type(plain) is type(model) and "forward" not in plain.__dict__
@@ -297,8 +263,7 @@ def test_a_checkpoint_of_transformers_is_folded_before_it_is_saved(tmp_path):
 def test_a_graph_is_unit_scaled_and_keeps_its_function(name):
     if "transformers" in name:
         pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model, args, kwargs = transform_models.MODELS[name]()
+    model, args, kwargs = made(name)
     graph = plumb.capture(model.eval(), *args, **kwargs)
     before = {n: p.detach().clone() for n, p in graph.named_parameters()}
     scaled = unit_scale(graph, preserve=True)

@@ -207,7 +207,7 @@ SKIPS = SimpleNamespace(
     num_stages=4,
     has_loss_and_backward=False,
     input_names=[("x", 0), ("gain", 0)],
-    layout=plumb._C.PipelineLayout(
+    table=plumb._C.PipeTable(
         [([(-1, 0)], 3), ([(0, 0)], 1), ([(1, 0), (0, 1), (0, 2)], 1), ([(2, 0), (0, 1), (0, 2), (-1, 1)], 1)], 2
     ),
 )

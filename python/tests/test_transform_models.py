@@ -7,28 +7,9 @@ import torch
 import torch.nn.functional as F
 from plumb.transforms._apply import forward_of
 from torch import nn
-from torch.utils import _pytree as pytree
-from transform_models import MODELS
+from transform_models import MODELS, made, run
 
 from plumb.transforms import report, simulate_format, track_scales, unit_scale
-
-
-def made(name):
-    torch.manual_seed(0)
-    return MODELS[name]()
-
-
-def tensors(out):
-    return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-def run(model, args, kwargs):
-    out = tensors(model(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-    loss = sum(t.float().square().mean() for t in out)
-    if loss.requires_grad:
-        loss.backward()
-    assert all(torch.isfinite(t).all() for t in out)
-    return out
 
 
 def nodes_of(model):

@@ -1,9 +1,14 @@
-"""Models that the transforms are tried on: name -> function that makes (model, args, kwargs)."""
+"""Models that the transforms are tried on: name -> function that makes (model, args, kwargs); runs of them."""
+
+import copy
 
 import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from torch.utils import _pytree as pytree
+
+import plumb
 
 
 class ConvNet1d(nn.Module):
@@ -72,3 +77,56 @@ class Branches(nn.Module):
     def forward(self, x, flag=True):
         h = x + self.down(F.gelu(self.up(self.norm(x))))
         return {"h": h, "both": (h.sum(), None)} if flag else h
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def tensors(out):
+    return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def run(model, args, kwargs):
+    out = tensors(model(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+    loss = sum(t.float().square().mean() for t in out)
+    if loss.requires_grad:
+        loss.backward()
+    assert all(torch.isfinite(t).all() for t in out)
+    return out
+
+
+def first_tensor(out):
+    if isinstance(out, torch.Tensor):
+        return out
+    return out["logits"] if hasattr(out, "keys") else out[0]
+
+
+def loss_of(out):
+    if hasattr(out, "keys"):
+        return out["loss"]
+    return out[1] if isinstance(out, tuple) and out[1].dim() == 0 else first_tensor(out).float().square().mean()
+
+
+def trained(model, args, kwargs, steps=4):
+    """Returns the model, unit-scaled and trained: no weight has unit variance any more, no bias is zero."""
+    scaled = plumb.transforms.unit_scale(model)
+    optimizer = plumb.optim.AdamW(scaled.parameters(), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(scaled(*args, **kwargs)).backward()
+        optimizer.step()
+    return scaled
+
+
+def difference(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+FOLDED = [
+    "GPT", "GPT tied", "GPT with dropout", "TransformerEncoderLayer", "TransformerEncoderLayer eval", "ViT",
+    "ConvNet training", "ConvNet eval", "ConvNet 1d", "U-net", "LSTM", "GRU", "LSTMCell", "Llama", "root Linear",
+    "root Sequential", "two-branch add", "GPT-2 of transformers", "Llama of transformers", "BERT of transformers",
+    "group and instance norm",
+]  # fmt: skip

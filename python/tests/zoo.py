@@ -247,3 +247,8 @@ def _bert():
 
 
 TRANSFORMERS = {"GPT-2": _gpt2, "Llama": _llama, "BERT": _bert}
+
+# Models that torch itself does not export with transformers 4, and why.
+NOT_EXPORTED = dict.fromkeys(
+    ["transformers GPT-2", "transformers Llama"], "the mask it makes by vmap is no operator (flat_apply)"
+)

@@ -14,16 +14,6 @@ namespace plumb {
 
 namespace {
 
-// Sizes that are symbols may be any: the graph itself follows them.
-bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
-  if (sizes.size() != meta.sizes.size()) return false;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const bool symbol = i < meta.symbols.size() && !meta.symbols[i].empty();
-    if (!symbol && sizes[i] != meta.sizes[i]) return false;
-  }
-  return true;
-}
-
 bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
 }  // namespace
@@ -32,15 +22,11 @@ GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& tab
                        std::shared_ptr<StageSpecializer> specializer, std::string remedy, bool variant)
     : module_(std::move(module)),
       io_(table.stages.at(index)),
+      model_inputs_(table.model_inputs()),
       index_(index),
       specializer_(std::move(specializer)),
       remedy_(std::move(remedy)),
       variant_(variant) {
-  for (const StageIO& stage : table.stages) {
-    for (const StageInputPort& port : stage.inputs) {
-      if (port.source.is_model_input() && port.meta) model_inputs_.emplace(port.source.index, port);
-    }
-  }
   if (remedy_.empty()) {
     remedy_ =
         "export the program with dynamic shapes; give a live module's stages a StageSpecializer (specialize_on_sizes); "
@@ -56,7 +42,7 @@ ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, Model
   }
   const bool other = std::ranges::any_of(known, [&](const auto& entry) {
     const auto cut = model_inputs_.find(entry.first);
-    return cut != model_inputs_.end() && !as_cut(*cut->second.meta, entry.second);
+    return cut != model_inputs_.end() && !fits_cut(*cut->second.meta, entry.second);
   });
   return other ? known : ModelSizes();
 }
@@ -68,7 +54,7 @@ std::pair<std::vector<c10::IValue>, ModelSizes> GraphStage::run_by_hand(std::vec
     const StageInputPort& port = io_.inputs[i];
     if (port.source.is_model_input() || !port.meta || !is_tensor(inputs[i])) continue;
     const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
-    if (as_cut(*port.meta, sizes)) continue;
+    if (fits_cut(*port.meta, sizes)) continue;
     throw Error(ErrorKind::InvalidState,
                 str("stage ", index_, ": '", port.name, "' came as ", c10::str(sizes), " where ",
                     c10::str(at::IntArrayRef(port.meta->sizes)),
@@ -91,7 +77,7 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
   std::string came;
   for (const auto& [input, sizes] : known) {
     const auto cut = model_inputs_.find(input);
-    if (cut == model_inputs_.end() || as_cut(*cut->second.meta, sizes)) continue;
+    if (cut == model_inputs_.end() || fits_cut(*cut->second.meta, sizes)) continue;
     came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " +
             c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(at::IntArrayRef(sizes));
   }

@@ -11,7 +11,6 @@
 #include "plumb/graph/graph_store.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/stage_specializer.h"
-#include "plumb/pipeline/runtime/layout.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/transport/process_group.h"
 #include "plumb/schedule/schedule.h"

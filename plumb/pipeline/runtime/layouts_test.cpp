@@ -118,7 +118,7 @@ void train_layout(const RunLayout& layout, const ReplicatedGroups& groups, const
   options.seed = layout.seed;
   options.replicas = groups.replicas;
   options.gradient_groups = layout.groups;
-  Pipeline pipeline(make_layout(pipe->table()), schedule, stages, groups.pipeline, options);
+  Pipeline pipeline(pipe->table(), schedule, stages, groups.pipeline, options);
   for (int step = 0; step < kStepsOfLayout; step++) {
     std::vector<Tensors> inputs;
     for (int m = 0; m < here; m++) inputs.push_back(inputs_of(layout, step, groups.replicas.rank() * here + m));

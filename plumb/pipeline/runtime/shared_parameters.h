@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "plumb/pipeline/runtime/layout.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/transport/transport.h"
 
@@ -28,17 +27,16 @@ std::uint64_t content_hash(const at::Tensor& tensor);
 
 struct SharedParameters {
   std::vector<CopyGroup> groups;              // of two or more copies, of which this rank holds one at least
-  std::vector<TiedParameter> tied;            // all groups of the pipeline, as stages and names
   std::vector<std::vector<bool>> copy_peers;  // [a][b]: ranks a and b hold copies of one parameter
   // Returns whether this rank's stage holds one of them.
   bool in_stage(int stage) const;
 };
 
-// Exchanges the parameters that each rank holds; groups are those of the layout and parameters of the same name in
+// Exchanges the parameters that each rank holds; groups are those of the table and parameters of the same name in
 // several stages (or of one stage on several ranks). Throws Error(InvalidArgument) if a listed copy does not exist, or
 // copies differ in size, type or value.
-SharedParameters find_shared_parameters(const PipelineLayout& layout,
-                                        const std::map<int, std::vector<NamedTensor>>& local, Transport& transport);
+SharedParameters find_shared_parameters(const PipeTable& layout, const std::map<int, std::vector<NamedTensor>>& local,
+                                        Transport& transport);
 
 // Returns the values this rank sends to `peer` and gets from it at the end of a step: own (peer's) copies of the groups
 // both hold, in the order of groups and copies.

@@ -33,7 +33,7 @@ class StageFunction {
   virtual ~StageFunction() = default;
   // Whether the backward computes cheap results again instead of keeping them: less memory, the same bits.
   Recompute recompute = Recompute::Cheap;
-  // Runs one microbatch. Inputs and outputs are in the order of the layout (layout.h).
+  // Runs one microbatch. Inputs and outputs are in the order of the pipe's table.
   virtual Tensors forward(const Tensors& inputs) = 0;
   // Called by the runtime; a stage overrides it to learn which microbatch it runs.
   virtual Tensors run(const Tensors& inputs, const Microbatch& microbatch) {

@@ -49,7 +49,7 @@ struct Ran {
 
 Ran run(const std::string& table, Recompute recompute, int steps = 2) {
   std::map<int, std::shared_ptr<StageFunction>> stages;
-  PipelineLayout layout = PipelineLayout::chain(2);
+  PipeTable layout = PipeTable::chain(2);
   for (int s : {0, 1}) stages[s] = block(s, recompute);
   PipelineOptions options;
   options.loss = [](const Tensors& out, const Tensors& target) { return at::mse_loss(out[0], target[0]); };
@@ -102,7 +102,7 @@ TEST(StageRecompute, StartsWhereLargerMicrobatchesFollowSmallOnes) {
   for (int s : {0, 1}) stages[s] = block(s, Recompute::Cheap);
   PipelineOptions options;
   options.loss = [](const Tensors& out, const Tensors& target) { return at::mse_loss(out[0], target[0]); };
-  Pipeline pipeline(PipelineLayout::chain(2), parse_csv(kWhole), stages, {}, options);
+  Pipeline pipeline(PipeTable::chain(2), parse_csv(kWhole), stages, {}, options);
   auto tensors_after = [&](int64_t rows) {
     pipeline.step({randn_there({rows, kWidth})}, {randn_there({rows, kWidth})});
     return pipeline.recomputed(0).total().tensors;
@@ -173,7 +173,7 @@ TEST(StageRecompute, AReportIsOfAStageOfThisRank) {
   std::map<int, std::shared_ptr<StageFunction>> stages{{0, block(0, Recompute::Cheap)}};
   PipelineOptions options;
   options.loss = [](const Tensors& out, const Tensors&) { return out[0].sum(); };
-  const Pipeline pipeline(PipelineLayout::chain(1), parse_csv("0F0,0B0\n"), stages, {}, options);
+  const Pipeline pipeline(PipeTable::chain(1), parse_csv("0F0,0B0\n"), stages, {}, options);
   EXPECT_TRUE(pipeline.recomputed(0).by_operator.empty()) << "nothing ran";
   EXPECT_THROW(pipeline.recomputed(1), Error);
 }
@@ -183,7 +183,7 @@ std::vector<int> kept_whole(const std::string& name, int rank) {
   const Schedule schedule = compute_only(make_schedule(name, 2, 8));
   const int stages = schedule.num_stages();
   std::vector<int> kept(static_cast<size_t>(stages));
-  for (const RunAction& run : plan_run(schedule, connect_stages(PipelineLayout::chain(stages)), rank, {}).actions)
+  for (const RunAction& run : plan_run(schedule, connect_stages(PipeTable::chain(stages)), rank, {}).actions)
     kept[static_cast<size_t>(run.action.stage)] += run.backward_is_next;
   return kept;
 }

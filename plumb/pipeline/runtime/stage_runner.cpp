@@ -17,8 +17,10 @@ const FPFormat* codes_of(const at::Tensor& t, const FPFormat* format) {
 
 StageRunner::StageRunner(PipelineSetup given, const std::map<int, std::shared_ptr<StageFunction>>& functions)
     : setup(std::move(given)) {
-  for (const auto& [index, function] : functions)
-    stages.emplace(index, LocalStage{index, function, &setup.wiring[index], setup.layout.stages[index].num_outputs});
+  for (const auto& [index, function] : functions) {
+    const auto num_outputs = static_cast<int>(setup.layout.stages[index].outputs.size());
+    stages.emplace(index, LocalStage{index, function, &setup.wiring[index], num_outputs});
+  }
 }
 
 at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x) {

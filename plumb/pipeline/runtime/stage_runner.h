@@ -54,7 +54,7 @@ struct LocalStage {
 
 // The constant parts of a pipeline, the same from step to step.
 struct PipelineSetup {
-  PipelineLayout layout;
+  PipeTable layout;
   Schedule schedule;  // compute actions only; empty: stages are run by hand
   PipelineOptions options;
   std::vector<StageWiring> wiring;
@@ -119,6 +119,7 @@ class StageRunner {
   void keep_input_grads(const LocalStage& stage, int m, const Tensors& grads);
 
  private:
+  const std::map<size_t, StageInputPort> cut_inputs_ = setup.layout.model_inputs();
   std::vector<int> places(const StageWiring::Bundle& bundle, size_t count) const;
   std::uint64_t seed_of_step() const;
   // Returns the microbatch's first row, where rows are known, else its number, among those of all replicas.

@@ -46,7 +46,7 @@ void check_count(size_t given, size_t expected, const LocalStage& stage, int mic
               str(given, " ", what, " were given to ", place(stage, microbatch), ", there are ", expected));
 }
 
-PipelineSetup setup_by_hand(PipelineLayout layout, int stage) {
+PipelineSetup setup_by_hand(PipeTable layout, int stage) {
   PipelineSetup setup;
   setup.wiring = connect_stages(layout);
   if (stage < 0 || stage >= layout.num_stages()) {
@@ -62,7 +62,7 @@ PipelineSetup setup_by_hand(PipelineLayout layout, int stage) {
 
 StepDriver::StepDriver(StageRunner& runner) : runner_(&runner) {}
 
-StepDriver::StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFunction> function)
+StepDriver::StepDriver(PipeTable layout, int stage, std::shared_ptr<StageFunction> function)
     : own_(std::make_unique<StageRunner>(setup_by_hand(std::move(layout), stage),
                                          std::map<int, std::shared_ptr<StageFunction>>{{stage, std::move(function)}})),
       runner_(own_.get()) {}
@@ -113,8 +113,7 @@ void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors
   }
   if (own_ && slot.went_forward) slot = Slot();
   if (!runner.setup.layout.dynamic_outputs)
-    check_count(outputs.size(), static_cast<size_t>(runner.setup.layout.stages[from].num_outputs), local, microbatch,
-                "values");
+    check_count(outputs.size(), runner.setup.layout.stages[from].outputs.size(), local, microbatch, "values");
   runner.training = own_ ? at::GradMode::is_enabled() : runner.training;
   runner.prepare(local, slot);
   for (const auto& bundle : runner.setup.wiring[from].values_out) {

@@ -8,7 +8,7 @@
 #include <map>
 #include <memory>
 
-#include "plumb/pipeline/runtime/layout.h"
+#include "plumb/partition/stage_io.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/schedule/action.h"
 
@@ -23,7 +23,7 @@ class StepDriver {
   // Drives the step that a pipeline runs.
   explicit StepDriver(StageRunner& runner);
   // Drives one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
-  StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFunction> function);
+  StepDriver(PipeTable layout, int stage, std::shared_ptr<StageFunction> function);
   StepDriver(StepDriver&&) noexcept;
   ~StepDriver();
 

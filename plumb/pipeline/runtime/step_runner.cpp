@@ -12,19 +12,11 @@
 #include "plumb/graph/describe.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/schedule/check.h"
+#include "plumb/schedule/lower.h"
 #include "plumb/tensors/deferred_checks.h"
 
 namespace plumb {
 namespace {
-
-// An evaluation's table: forwards, and what surrounds use.
-Schedule without_backwards(Schedule schedule) {
-  for (auto& row : schedule.rows) {
-    std::erase_if(row, [](const Action& a) { return a.is_compute() && a.first_part().kind != ActionKind::Forward; });
-    for (auto& action : row) action = action.first_part();
-  }
-  return schedule;
-}
 
 // Returns the text of everything that all ranks must have alike.
 std::string digest_text(const PipelineSetup& setup) {
@@ -68,7 +60,7 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
 }
 
 // Throws on every rank if this one cannot start.
-PipelineSetup make_setup(PipelineLayout layout, const Schedule& schedule,
+PipelineSetup make_setup(PipeTable layout, const Schedule& schedule,
                          const std::map<int, std::shared_ptr<StageFunction>>& functions, PipelineOptions options,
                          Transport& transport) {
   const int me = transport.group().rank();
@@ -97,7 +89,7 @@ PipelineSetup make_setup(PipelineLayout layout, const Schedule& schedule,
 
 }  // namespace
 
-StepRunner::StepRunner(PipelineLayout layout, const Schedule& schedule,
+StepRunner::StepRunner(PipeTable layout, const Schedule& schedule,
                        const std::map<int, std::shared_ptr<StageFunction>>& functions, ProcessGroup group,
                        PipelineOptions options)
     : transport_(std::move(group)),
@@ -121,7 +113,7 @@ StepRunner::StepRunner(PipelineLayout layout, const Schedule& schedule,
     local.buffers = std::make_unique<GroupBuffers>(buffers[index], groups, setup_.schedule.num_microbatches);
   }
   train_plan_ = plan_run(schedule, setup_.wiring, setup_.rank, shared_.copy_peers, setup_.options.hooks);
-  const Schedule forwards = without_backwards(schedule);
+  const Schedule forwards = forward_only(schedule);
   eval_plan_ = plan_run(forwards, setup_.wiring, setup_.rank, {}, setup_.options.hooks);
   if (transport_.group().device()) {
     transport_.connect_device();

@@ -14,9 +14,8 @@ namespace plumb {
 class StepRunner {
  public:
   // As Pipeline's constructor.
-  StepRunner(PipelineLayout layout, const Schedule& schedule,
-             const std::map<int, std::shared_ptr<StageFunction>>& functions, ProcessGroup group,
-             PipelineOptions options);
+  StepRunner(PipeTable layout, const Schedule& schedule, const std::map<int, std::shared_ptr<StageFunction>>& functions,
+             ProcessGroup group, PipelineOptions options);
   StepRunner(const StepRunner&) = delete;
 
   StepResult run(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets, std::vector<int64_t> rows,
@@ -24,7 +23,6 @@ class StepRunner {
   std::vector<TimelineEvent> gather_timeline();
   at::Tensor gather_loss() const;
   StageRunner& stages() { return runner_; }
-  const std::vector<TiedParameter>& tied() const { return shared_.tied; }
 
  private:
   std::string me() const { return str("rank ", transport_.group().world_rank(setup_.rank)); }

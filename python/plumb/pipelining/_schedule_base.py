@@ -16,6 +16,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _check, _row, _schedule, _table, _validate_schedule
 from ._run import CustomFunctions, Run, group_timeout, prepare_own
+from ._torch_lowering import late_receives, rank_of_entries, with_messages
 from ._utils import InvalidSchedule, InvalidType, InvalidValue
 from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from .stage import _PipelineStageBase
@@ -365,7 +366,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
         if self._with_comms is None and self.pipeline_order:
             table = self._engine_table
             if table is not None and table.bidirectional:
-                self._with_comms = _table(table.torch_lowering(reduce_grad=False, defer_receives=self._defer_pp_recv))
+                rows = list(_table(table).values())
+                self._with_comms = self._with_messages(rows, table.ranks, rank_of_entries(rows, table.ranks))
             else:
                 self._with_comms = self._lower(self.pipeline_order)
         return self._with_comms or {}
@@ -381,15 +383,16 @@ class PipelineScheduleMulti(_PipelineSchedule):
             return self._engine_table
         return self._runnable(self._with_comms or (self.pipeline_order_with_comms if around_use else self.pipeline_order))
 
-    def _with_ranks(self, actions: Table) -> _C.Schedule:
-        return _schedule(actions, [rank for _, rank in sorted(self.stage_index_to_group_rank.items())])
-
     def _lower(self, actions: Table) -> Table:
+        rows = [_row(_C.with_surroundings(actions[rank], 3, True)) for rank in sorted(actions)]
+        return self._with_messages(rows, [rank for _, rank in sorted(self.stage_index_to_group_rank.items())])
+
+    def _with_messages(self, *table: Any) -> Table:
         try:
-            lowered = self._with_ranks(actions).torch_lowering(max_unsharded=3, defer_receives=self._defer_pp_recv)
+            lowered = with_messages(*table)
+            return dict(enumerate(late_receives(lowered, *table[1:]) if self._defer_pp_recv else lowered))
         except Error as error:
             raise InvalidSchedule(f"Malformed compute schedule: {error}") from None
-        return _table(lowered)
 
     def _prepare_schedule_with_comms(
         self, actions: Table, format: Literal["compute_only", "compute_comms"] = "compute_only"
@@ -428,9 +431,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
         actions = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
         lines = [",".join("" if action is None else str(action) for action in row) + "\n" for row in actions.values()]
         _C.write_file(os.fspath(filename), "".join(lines))
-
-    def _simulate(self) -> Table:
-        return _table(self._with_ranks(self.pipeline_order_with_comms).simulate_send_recv())
 
 
 _PipelineScheduleRuntime = PipelineScheduleMulti  # torch has two

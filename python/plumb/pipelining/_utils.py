@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from .. import _C
 from .._errors import Error, ErrorKind
 from ..formats import FPFormat, format_text
 
@@ -57,8 +56,3 @@ class PipeInfo:
     table: Any = field(default=None, repr=False)  # plumb._C.PipeTable: where every stage's inputs come from
     input_names: list[tuple[str, int]] = field(default_factory=list, repr=False)  # of each flat input: argument, leaf
     stages_here: set[int] = field(default_factory=set, repr=False)  # that were built here for a schedule over several ranks
-
-    @property
-    def layout(self) -> Any:
-        """The table as the runtime takes it."""
-        return _C.PipelineLayout.of(self.table)

@@ -157,7 +157,7 @@ class _PipelineStageBase(ChunkSteps):
 
     submod: torch.nn.Module  # or any callable
     reduction: Replicated | Sharded | None = None  # of a data parallel module, while a step runs
-    # The sources of values, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
+    # The sources of values, for stages cut from a graph (`_C.PipeTable`); None: from the stage before.
     layout = None
     wire = ("", "")
 
@@ -184,7 +184,7 @@ class _PipelineStageBase(ChunkSteps):
 
     def chain(self) -> Any:
         """Returns the layout of stages that follow each other."""
-        return _C.PipelineLayout.dynamic_chain(self.num_stages, self.wire)
+        return _C.PipeTable.dynamic_chain(self.num_stages, self.wire)
 
     @property
     def is_first(self) -> bool:
@@ -330,7 +330,9 @@ class _PipelineStage(_PipelineStageBase):
     def __init__(self, stage_module, stage_index, pipe_info, device, group=None, recompute="cheap"):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
-        self.layout = pipe_info.layout
+        if pipe_info.table is None:
+            raise Error("the pipe was made by hand", kind=ErrorKind.Unsupported, remedy="its own build_stage()")
+        self.layout = pipe_info.table
         if self.group_size > 1:
             getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):

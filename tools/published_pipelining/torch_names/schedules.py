@@ -5,8 +5,23 @@ from __future__ import annotations
 import json
 
 import torch.distributed as dist  # noqa: F401  (replaced by tests)
-from plumb.pipelining._actions import REDUCE_GRAD, B, Table, W, _Action, _row, _schedule, _table
+from plumb.pipelining._actions import (
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    B,
+    F,
+    I,
+    Table,
+    W,
+    _Action,
+    _row,
+)
+from plumb.pipelining._torch_lowering import Known, check_rows, late_receives, parts_of, stuck, with_messages
 from plumb.pipelining._utils import InvalidSchedule
+from plumb.pipelining.schedules import PipelineScheduleMulti
 
 from plumb import _C
 
@@ -15,6 +30,10 @@ from ._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mappi
 
 def _ranks(stage_to_rank, num_stages: int) -> list[int]:
     return [stage_to_rank(stage) for stage in range(num_stages)]
+
+
+def _rows(actions: Table) -> list[list[_Action | None]]:
+    return [actions[rank] for rank in sorted(actions)]
 
 
 def _format_pipeline_order(pipeline_order: Table, error_step_number: int | None = None) -> str:
@@ -58,16 +77,23 @@ def _add_unshard_reshard(compute_actions: list[_Action | None], max_active_stage
 
 def _merge_bw(compute_actions: list[_Action | None]) -> list[_Action]:
     """I directly followed by its W becomes B; idle entries go."""
-    return _table(_schedule({0: compute_actions}).merge_backwards())[0]
+    merged: list[_Action] = []
+    for action in filter(None, compute_actions):
+        stage, kind, microbatch, _ = action
+        if kind is W and merged and merged[-1] == _Action(stage, I, microbatch):
+            merged[-1] = _Action(stage, B, microbatch)
+        else:
+            merged.append(action)
+    return merged
 
 
 def _add_send_recv(compute_actions: Table, stage_to_rank, num_stages: int) -> Table:
     """The table with sends and receives. Stages talk to their neighbors; `stage_to_rank(stage)` says where they are."""
     try:
-        lowered = _schedule(compute_actions, _ranks(stage_to_rank, num_stages)).torch_lowering(reduce_grad=False)
+        lowered = with_messages(_rows(compute_actions), _ranks(stage_to_rank, num_stages))
     except _C.Error as error:
         raise InvalidSchedule(f"Malformed compute schedule: {error}") from None
-    return dict(zip(sorted(compute_actions), _table(lowered).values()))
+    return dict(zip(sorted(compute_actions), lowered))
 
 
 def _defer_recv_ops(actions: Table, stage_to_rank) -> Table:
@@ -76,10 +102,10 @@ def _defer_recv_ops(actions: Table, stage_to_rank) -> Table:
         (part.stage_index for row in actions.values() for a in row if a for part in a.sub_actions or (a,)), default=-1
     )
     try:
-        late = _schedule(actions, _ranks(stage_to_rank, stages)).defer_receives()
+        late = late_receives(_rows(actions), _ranks(stage_to_rank, stages))
     except _C.Error as error:
         raise InvalidSchedule(str(error)) from None
-    return dict(zip(sorted(actions), _table(late).values()))
+    return dict(zip(sorted(actions), late))
 
 
 class _NotProgressing(InvalidSchedule, ValueError):
@@ -87,12 +113,49 @@ class _NotProgressing(InvalidSchedule, ValueError):
 
 
 def _simulate_comms_compute(pipeline_order: Table, stage_to_rank, num_stages: int) -> Table:
-    """Returns a table with messages played in rounds, an entry a rank and round; None where a rank waits."""
+    """Returns a table with messages played in rounds, an entry a rank and round; None where a rank waits. A rank that waited
+    for a later one may still run in the same round."""
+    ranks, rows = _ranks(stage_to_rank, num_stages), [list(filter(None, row)) for row in _rows(pipeline_order)]
+    known, done, played = [Known() for _ in rows], [0] * len(rows), [[] for _ in rows]
+
+    def run(rank: int) -> _Action | None:
+        stage, kind, microbatch, _ = action = rows[rank][done[rank]]
+        if kind in (SEND_F, SEND_B):
+            ready = (F if kind is SEND_F else I, stage, microbatch) in known[rank]
+        elif kind in (RECV_F, RECV_B):
+            send, other = (SEND_F, stage - 1) if kind is RECV_F else (SEND_B, stage + 1)
+            ready = (send, other, microbatch) in known[ranks[other]]
+        else:
+            ready = known[rank].has_inputs(action, num_stages)
+        if not ready:
+            return None
+        for part in parts_of(action):
+            known[rank].put(part)
+        done[rank] += 1
+        return action
+
     try:
-        played = _schedule(pipeline_order, _ranks(stage_to_rank, num_stages)).simulate_send_recv()
+        check_rows(rows, ranks)
+        while left := [rank for rank, row in enumerate(rows) if done[rank] < len(row)]:
+            for rank in left:
+                played[rank].append(run(rank))
+            if not any(played[rank][-1] for rank in left):
+                raise stuck(rows, done)
+            for rank in left:
+                if played[rank][-1] is None:
+                    played[rank][-1] = run(rank)
     except _C.Error as error:
         raise _NotProgressing(f"Schedule is not progressing: {error}") from None
-    return dict(zip(sorted(pipeline_order), _table(played).values()))
+    return dict(zip(sorted(pipeline_order), played))
+
+
+def _simulate(self: PipelineScheduleMulti) -> Table:
+    return _simulate_comms_compute(
+        self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
+    )
+
+
+PipelineScheduleMulti._simulate = _simulate
 
 
 def _dump_chrometrace(schedule: Table, filename: str) -> None:
