@@ -1,11 +1,13 @@
 """Trains a byte-level GPT and a small convnet in several number formats, each at its best learning rate of a sweep and
 over batch sizes, and writes the tables and curves of docs/training.md.
 
-    python examples/training_comparison.py [--models gpt convnet] [--runs fp32 fp8 ...] [--out docs/data/training]
+    python examples/training_comparison.py [--models gpt convnet] [--runs fp32 fp8 ...] [--out docs/data/training] [--verdict]
 
 Formats are simulated in the inputs of every matrix product and convolution, forward and backward (``simulate_format``);
 sums, norms, losses and the optimizer's weights stay in float32, as on hardware with such units. Results are kept in
-OUT/results.json run by run: what is there already is not run again, so an interrupted comparison goes on.
+OUT/results.json run by run: what is there already is not run again, so an interrupted comparison goes on. With
+``--verdict``, plumb.verdict judges every run from four of its steps in full precision (OUT/verdicts.json), and the tables
+have its class behind each loss.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from gpt import GPT
 from torch import nn
 from torch.nn import functional as F
 
+import plumb
 from plumb import optim
 from plumb.transforms import simulate_format, unit_scale
 
@@ -114,14 +117,44 @@ def build(model: str, run: str):
     return net if fwd is None else simulate_format(net, fwd, bwd)
 
 
+def make_optimizer(parameters, scaled: bool, rate: float):
+    return (optim if scaled else torch.optim).AdamW(parameters, lr=rate, weight_decay=0)
+
+
+class WarmingUp:
+    """The optimizer of the first steps: as train() has it."""
+
+    def __init__(self, optimizer, warm: int) -> None:
+        self.optimizer, self.zero_grad = optimizer, optimizer.zero_grad
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / warm, 1))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def judge(model: str, scaled: bool, rate: float, batch: int, data) -> dict[str, list]:
+    """Returns [backward error, forward error, class] of each run with this rate and batch, by four steps of the
+    full-precision one, two of them behind the warm-up."""
+    runs = {run: f"{fwd}/{bwd}" for run, (of_scaled, fwd, bwd) in RUNS.items() if fwd and of_scaled == scaled}
+    generator, warm = torch.Generator().manual_seed(1), STEPS[model] // 10
+    torch.manual_seed(2)
+    found = plumb.verdict(
+        build(model, "unit-scaled FP32" if scaled else "FP32"),
+        iter(lambda: data.draw(batch, generator), None),
+        recipes=list(runs.values()),
+        warmup=warm,
+        optimizer=lambda p: WarmingUp(make_optimizer(p, scaled, rate), warm),
+        explain=False,
+    )
+    return {run: [found.recipes[name][what] for what in ("backward", "forward", "verdict")] for run, name in runs.items()}
+
+
 def train(model: str, run: str, rate: float, batch: int, data) -> list[float]:
     net = build(model, run)
     steps, generator = STEPS[model], torch.Generator().manual_seed(1)
     torch.manual_seed(2)
-    if RUNS[run][0]:
-        optimizer = optim.AdamW(net.parameters(), lr=rate, weight_decay=0)
-    else:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0)
+    optimizer = make_optimizer(net.parameters(), RUNS[run][0], rate)
     warm = steps // 10
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, i - warm) / (steps - warm)))
@@ -155,14 +188,31 @@ def tried(results: dict, model: str, run: str, batch: int) -> dict[float, float]
     return {r: tail(results[k]) for r in rates if (k := key(model, run, r, batch)) in results}
 
 
-def markdown(results: dict, model: str) -> str:
+def counted(results: dict, verdicts: dict) -> str:
+    """A row a class: how many runs it has, and how many of them lose more than 0.05 and 0.2 nats against the
+    full-precision run of the same rate and batch. Runs whose full-precision run does not learn count not."""
+    rows = {name: [0, 0, 0] for name in ("ok", "doubtful", "no")}
+    for k, (_, _, verdict) in verdicts.items():
+        model, run, rate, batch = k.split("/")
+        full = tail(results["/".join([model, "unit-scaled FP32" if RUNS[run][0] else "FP32", rate, batch])])
+        if k not in results or (model == "convnet" and full > 2.0):
+            continue
+        gap = tail(results[k]) - full
+        for i, much in enumerate((True, not gap <= 0.05, not gap <= 0.2)):
+            rows[verdict][i] += much
+    lines = ["| verdict | runs | lose more than 0.05 nats | more than 0.2 |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(map(str, row))} |" for name, row in rows.items())])
+
+
+def markdown(results: dict, model: str, verdicts: dict) -> str:
     lines = ["| run | " + " | ".join(f"batch {b}" for b in BATCHES[model]) + " |", "|---|" + "---|" * len(BATCHES[model])]
     for run in RUNS:
         cells = []
         for batch in BATCHES[model]:
             losses = tried(results, model, run, batch)
             best = min(losses.values(), default=None)
-            others = ", ".join(f"{r:g}: {v:.3f}" for r, v in losses.items())
+            classes = {r: verdicts.get(key(model, run, r, batch), [""])[-1] for r in losses}
+            others = ", ".join(f"{r:g}: {v:.3f} {classes[r]}".rstrip() for r, v in losses.items())
             cells.append(f"**{best:.3f}** ({others})" if losses else "")
         if any(cells):
             lines.append(f"| {run} | " + " | ".join(cells) + " |")
@@ -201,10 +251,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["gpt", "convnet"], default=["gpt", "convnet"])
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "data" / "training")
+    parser.add_argument("--verdict", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     store = args.out / "results.json"
     results = json.loads(store.read_text()) if store.exists() else {}
+
+    judged = store.with_name("verdicts.json")
+    verdicts = json.loads(judged.read_text()) if judged.exists() else {}
+
+    def keep(path, values):
+        beside = path.with_suffix(".part")
+        beside.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(values.items())) + "\n}\n")
+        beside.replace(path)
 
     def run_once(model, run, rate, batch, data):
         k = key(model, run, rate, batch)
@@ -212,20 +271,31 @@ def main() -> None:
             return
         start = time.perf_counter()
         results[k] = train(model, run, rate, batch, data)
-        beside = store.with_suffix(".part")
-        beside.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(results.items())) + "\n}\n")
-        beside.replace(store)
+        keep(store, results)
         print(f"{k}: {tail(results[k]):.3f} in {time.perf_counter() - start:.1f} s", flush=True)
+
+    def judge_once(model, scaled, rate, batch, data):
+        runs = [run for run, (of_scaled, fwd, _) in RUNS.items() if fwd and of_scaled == scaled]
+        if all(key(model, run, rate, batch) in verdicts for run in runs):
+            return
+        found = judge(model, scaled, rate, batch, data)
+        verdicts.update({key(model, run, rate, batch): of_run for run, of_run in found.items()})
+        keep(judged, verdicts)
+        print(key(model, "unit-scaled" if scaled else "plain", rate, batch), {k: v[-1] for k, v in found.items()}, flush=True)
 
     for model in args.models:
         data = Text() if model == "gpt" else Shapes()
         for batch in BATCHES[model]:
+            for scaled in (False, True) if args.verdict else ():
+                for rate in RATES[model, scaled]:
+                    judge_once(model, scaled, rate, batch, data)
             for run in args.runs:
                 for rate in RATES[model, RUNS[run][0]]:
                     run_once(model, run, rate, batch, data)
             picture(results, model, batch, args.out / f"{model}_batch_{batch}.svg")
-        (args.out / f"{model}.md").write_text(markdown(results, model) + "\n")
-        print(markdown(results, model), flush=True)
+        (args.out / f"{model}.md").write_text(markdown(results, model, verdicts) + "\n")
+        print(markdown(results, model, verdicts), flush=True)
+    print(counted(results, verdicts))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ class Printer {
   }
   void show(const event::Saved& e) { say(std::cout, "saved " + e.path); }
   void show(const event::Dumped& e) { say(std::cout, "dumped the step to " + e.folder); }
+  void show(const event::Concluded& e) { say(std::cout, c10::str("verdict at step ", e.at_step, ": ", e.text)); }
   void show(const event::Drew& e) {
     say(std::cout, "drew " + e.path + "  bubble " + percent(e.bubble) + "\n" + e.conclusion);
   }

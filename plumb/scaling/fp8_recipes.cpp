@@ -114,11 +114,16 @@ ScaledCodes cast_scaled(const Tensor& matrix, const FPFormat& format, Fp8Recipe 
 
 namespace {
 
+// Returns the values of a cast; the format "none" leaves them as they are.
+Tensor cast_values(const Tensor& matrix, string_view format, Fp8Recipe recipe, int64_t dim, bool weight) {
+  return format == "none" ? matrix : cast_scaled(matrix, fp8_format(format), recipe, dim, weight).values;
+}
+
 // Multiplies casts with scales: takes, of each operand, the dimension summed over and whether it is a weight.
-Tensor product(const Tensor& a, const FPFormat& format_a, bool weight_a, const Tensor& b, const FPFormat& format_b,
+Tensor product(const Tensor& a, string_view format_a, bool weight_a, const Tensor& b, string_view format_b,
                bool weight_b, Fp8Recipe recipe, const OptionalTensor& bias = {}) {
-  return ValueProduct()(Factors::Operands, cast_scaled(a, format_a, recipe, 1, weight_a).values,
-                        cast_scaled(b, format_b, recipe, 0, weight_b).values, 1, bias);
+  return ValueProduct()(Factors::Operands, cast_values(a, format_a, recipe, 1, weight_a),
+                        cast_values(b, format_b, recipe, 0, weight_b), 1, bias);
 }
 
 std::tuple<Tensor, Tensor> fp8_cast(const Tensor& matrix, string_view format, string_view recipe, int64_t dim,
@@ -130,11 +135,10 @@ std::tuple<Tensor, Tensor> fp8_cast(const Tensor& matrix, string_view format, st
 Tensor fp8_scaled_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, string_view recipe,
                          string_view fwd, string_view bwd) {
   linear_rule(input, weight, bias, std::array{0.5, 0.5, 0.5});  // checks sizes
-  fp8_format(bwd);
-  const FPFormat& format = fp8_format(fwd);
+  if (bwd != "none") fp8_format(bwd);
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
-  return product(as_rows(input), format, false, weight.t(), format, true, parse_fp8_recipe(recipe), bias).view(sizes);
+  return product(as_rows(input), fwd, false, weight.t(), fwd, true, parse_fp8_recipe(recipe), bias).view(sizes);
 }
 
 std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad, const Tensor& input,
@@ -142,11 +146,10 @@ std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad
                                                               string_view bwd, std::array<bool, 3> mask) {
   refuse_second_gradient("fp8_scaled_linear", grad);
   const Fp8Recipe by = parse_fp8_recipe(recipe);
-  const FPFormat &forward = fp8_format(fwd), &backward = fp8_format(bwd);
   const Tensor rows = as_rows(grad), inputs = as_rows(input);
   Tensor grad_input, grad_weight, grad_bias;
-  if (mask[0]) grad_input = product(rows, backward, false, weight, forward, true, by).view(input.sizes());
-  if (mask[1]) grad_weight = product(rows.t(), backward, false, inputs, forward, false, by);
+  if (mask[0]) grad_input = product(rows, bwd, false, weight, fwd, true, by).view(input.sizes());
+  if (mask[1]) grad_weight = product(rows.t(), bwd, false, inputs, fwd, false, by);
   if (mask[2]) grad_bias = rows.sum(0);
   return {grad_input, grad_weight, grad_bias};
 }

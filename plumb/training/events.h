@@ -100,6 +100,15 @@ struct Dumped {
   std::string folder, not_finite;
   static void keys(auto& e, auto&& key) { key("dumped", e.folder), key("not_finite", e.not_finite); }
 };
+// The verdict on number formats, after the last step that it was measured in.
+struct Concluded {
+  nlohmann::json verdict;  // VerdictReport::to_json()
+  int64_t at_step = 0;
+  std::string text;
+  static void keys(auto& e, auto&& key) {
+    key("verdict", e.verdict), key("at_step", e.at_step), key("text", e.text);
+  }
+};
 struct Drew {
   std::string path;
   double bubble = 0;
@@ -134,7 +143,8 @@ struct TrainNeeds {
 using TrainEvent = std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped,
                                 event::Evaluated, event::Recomputed, event::CheckpointWritten, event::CheckpointProblem,
                                 event::LogProblem, event::FaultInjected, event::Restarted, event::Interrupted,
-                                event::Saved, event::Dumped, event::Drew, TrainNeeds>;
+                                event::Saved, event::Dumped, event::Concluded, event::Drew,
+                                TrainNeeds>;
 
 // Returns the event as the help of --json lists it. Numbers that are not finite become null when it is printed.
 nlohmann::json to_json(const TrainEvent& event);

@@ -17,6 +17,9 @@
 #include "plumb/training/run_log.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
+#include "plumb/training/verdict_run.h"
+#include "plumb/transforms/formats/format_recipe.h"
+#include "plumb/transforms/module.h"
 
 namespace plumb {
 namespace {
@@ -68,6 +71,8 @@ void check_outputs(const TrainOptions& o) {
   check_folder("--tensorboard", o.tensorboard);
   check_folder("--checkpoints", o.checkpoints);
   check_timeline(o.timeline, inputs);
+  check_writable("--verdict-page", o.verdict_page, inputs);
+  check_writable("--verdict-recipe", o.verdict_recipe, inputs);
   if (!o.history.empty()) check_writable("--history", history_file(o, 0), inputs);
   if (o.record.empty() != o.history.empty()) {
     throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
@@ -170,6 +175,12 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   job.program = open_program(o, parts.module);
   check_folders(o, job);
   const GraphModule& module = job.module();
+  if (!o.formats.empty()) {
+    used_by("--formats", [&] {
+      job.formats = read_recipe(o.formats);
+      apply_recipe(*derive(module), *job.formats);
+    });
+  }
   job.rows = rows_of_step(o, module);
   if (parts.batches) {
     job.batches = std::move(parts.batches);
@@ -200,6 +211,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
   job.pipe = cut(module, stages, {o.at, o.transmit, {wire, o.wire_exclude}}, needed_by);
   name_parameters(o, job);
+  check_verdict(o, job);
   return job;
 }
 

@@ -15,6 +15,7 @@
 #include "plumb/training/fault.h"
 #include "plumb/training/gradients.h"
 #include "plumb/training/options.h"
+#include "plumb/transforms/formats/format_recipe.h"
 
 namespace plumb {
 
@@ -44,6 +45,7 @@ struct TrainJob {
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<Samples> eval_samples;  // null: no --eval-data
   PipelineOptions pipeline;
+  std::optional<FormatRecipe> formats;  // of --formats
   std::vector<ModelParameter> trained;
   std::vector<std::vector<std::string>> by_group;  // names, by options.groups
   std::map<std::string, std::string> first_names;  // of each name, that of its tensor that comes first in the model

@@ -109,6 +109,17 @@ std::vector<TrainField> step_fields() {
       field("autocast", &O::autocast,
             "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",
             Choices{"none", "bf16"}, kSameRun),
+      field("formats", &O::formats,
+            "Products simulated in number formats: a recipe file of plumb verdict (NAME.toml), fp8, mxfp8, bf16, mxfp4, "
+            "FORWARD/BACKWARD, ...",
+            kAnything, kSameRun),
+      list("verdict", &O::verdict,
+           "fp8,mxfp4: says in which of these number formats the model will train, and what stands in the way, from the "
+           "gradients of a few steps; all: the usual ones. The training stays as it is, bit for bit"),
+      field("verdict-steps", &O::verdict_steps,
+            "The verdict is measured in so many steps, half of them behind --warmup", whole_number(1, 1000)),
+      {"verdict-page", &O::verdict_page, "An HTML page of the verdict"},
+      {"verdict-recipe", &O::verdict_recipe, "A file of the recipe that the verdict ends with, for --formats"},
       field("seed", &O::seed, "Of the order of samples, and of dropout", whole_number(kLeast, kMost), kSameRun),
       {"eval-data", &O::eval_data, "Held-out data, of the kind of --data: its loss at the end, and every --eval-every"},
       {"eval-targets", &O::eval_targets, "The targets of --eval-data"},
@@ -224,7 +235,7 @@ std::vector<TrainField> output_fields() {
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
        "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
        "bubble, "
-       "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, "
+       "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {verdict, at_step, text}, {drew, "
        "bubble, conclusion}"},
   };
 }

@@ -29,12 +29,16 @@ struct TrainOptions {
   double final_rate = 0;
   // A step.
   int64_t steps = 100, batch = 0, microbatches = 1, accumulate = 1;
-  std::string autocast = "none";
+  std::string autocast = "none", formats;
   // The layout.
   int64_t stages = 1, replicas = 1, gradient_groups = 0, threads = 0;
   std::vector<std::string> at, transmit, wire, wire_exclude;
   std::string schedule = "1F1B", recompute = "cheap", device = "cpu";
   int64_t seed = 0;
+  // A verdict on number formats.
+  std::vector<std::string> verdict;
+  int64_t verdict_steps = 4;
+  std::string verdict_page, verdict_recipe;
   // Held-out data.
   std::string eval_data, eval_targets;
   int64_t eval_every = 0, eval_batches = 0;

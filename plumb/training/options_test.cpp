@@ -175,6 +175,55 @@ Checks checks_of_steps() {
          EXPECT_NE(full, low);
          for (size_t i = 0; i < full.size(); ++i) EXPECT_NEAR(full[i], low[i], 0.05);
        }},
+      {"formats",
+       [](TrainingOptions& t) {
+         t.changes("formats", "mxfp4", 0);
+         t.keeps("formats", "fp32");
+         t.refuses(t.with("formats", {"fp9"}), "--formats: 'fp9' is no recipe");
+         t.refuses(t.with("formats", {"unit-fp8"}), "--formats: the recipe is for a unit-scaled model");
+         std::ofstream(t.folder / "r.toml") << "fwd = \"mxfp4\"\n[[product]]\nname = \"head\"\nfwd = \"none\"\n";
+         t.keeps("formats", t.path("r.toml"));  // the only product
+       }},
+      {"verdict",
+       [](TrainingOptions& t) {
+         const TrainOptions o = t.with("verdict", {"fp32", "mxfp4"});
+         const Told told = t.run(o, t.lm(0.2)), plain = t.run(t.options, t.lm(0.2));
+         EXPECT_EQ(told.losses(), plain.losses()) << "no bit of the training changes";
+         for (const Attr& attr : plain.module->state())
+           EXPECT_TRUE(at::equal(attr.tensor, told.module->state().get(attr.name).tensor)) << attr.name;
+         EXPECT_EQ(told.of("at_step"), std::vector<double>{4});
+         for (const auto& event : told.events) {
+           if (!event.contains("verdict")) continue;
+           EXPECT_EQ(event["verdict"]["recipes"][0]["score"], 0);
+           EXPECT_GT(event["verdict"]["recipes"][1]["score"], 0.05);
+         }
+         t.refuses(t.with("verdict", {"fp9"}), "--verdict: 'fp9' is no recipe");
+       }},
+      {"verdict-steps",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("verdict", {"bf16"});
+         o.verdict_steps = 2;
+         o.warmup = 4;
+         EXPECT_EQ(t.run(o, t.lm()).of("at_step"), std::vector<double>{5});
+         o.verdict_steps = 100;
+         EXPECT_EQ(t.run(o, t.lm()).of("at_step"), std::vector<double>{6}) << "the last one";
+       }},
+      {"verdict-page",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("verdict-page", {t.path("v.html")});
+         t.refuses(o, "--verdict-page: no verdict is asked for");
+         o.verdict = {"mxfp4"};
+         t.run(o, t.lm());
+         EXPECT_THAT(read_file(t.path("v.html")), HasSubstr("mxfp4"));
+       }},
+      {"verdict-recipe",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("verdict-recipe", {t.path("v.toml")});
+         t.refuses(o, "--verdict-recipe: no verdict is asked for");
+         o.verdict = {"mxfp8"};
+         t.run(o, t.lm());
+         EXPECT_EQ(t.losses_with("formats", t.path("v.toml")), t.losses_with("formats", "mxfp8"));
+       }},
       {"seed", [](TrainingOptions& t) { t.changes("seed", "4", 0); }},
       {"eval-data",
        [](TrainingOptions& t) {

@@ -7,6 +7,7 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/usage.h"
+#include "plumb/transforms/module.h"
 
 namespace plumb {
 namespace {
@@ -80,6 +81,11 @@ std::map<int, std::shared_ptr<StageFunction>> make_stages(
   for (auto& [index, stage] : stages) {
     auto module = job.pipe->stage(index);
     if (change) module = change(*module);
+    if (job.formats) {
+      const auto rounded = derive(*module);
+      apply_recipe(*rounded, *job.formats, nullptr, /*whole=*/false);
+      module = rounded;
+    }
     if (o.autocast == "bf16") module = bf16_products(*module);
     stage = std::make_shared<GraphStage>(module, job.pipe->table(), index);
     stage->recompute = parse_recompute(o.recompute);

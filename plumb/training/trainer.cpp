@@ -16,6 +16,7 @@
 #include "plumb/training/other_machines.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/run_checkpoints.h"
+#include "plumb/training/verdict_run.h"
 
 namespace plumb {
 namespace {
@@ -73,6 +74,7 @@ class Trainer::Run {
   std::unique_ptr<Evaluator> evaluator_;         // null: no --eval-data
   std::unique_ptr<RunCheckpoints> checkpoints_;  // null: no --checkpoints
   std::unique_ptr<Recorder> recorder_;           // null: no --record
+  std::unique_ptr<VerdictRun> verdict_;          // null: no --verdict, or it is done
   std::vector<std::string> damaged_;             // checkpoints that were passed over
   std::string machines_;                         // which rank computes on another kind of machine, or ""
   int64_t start_ = 0;                            // the step that this run goes on after
@@ -104,6 +106,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   if (job_.eval_samples)
     evaluator_ = std::make_unique<Evaluator>(o_, job_, *job_.eval_samples, ranks_.world, ranks_.groups);
   step_->connect();
+  if (!o_.verdict.empty()) verdict_ = std::make_unique<VerdictRun>(o_, job_, ranks_.device);
   if (!o_.record.empty() && ranks_.in_first_pipeline()) make_recorder();  // replicas have the same weights
 }
 
@@ -150,6 +153,13 @@ void Trainer::Run::make_recorder() {
 void Trainer::Run::train_step(int64_t step) {
   faults_->begin_step(step);
   const Parts parts = cut_batch(o_, job_.batches->next(), parts_of_step(o_));
+  if (verdict_) {
+    if (auto concluded = verdict_->step(step - start_, step == o_.steps, parts)) {
+      concluded->at_step = step;
+      reports_->emit(*concluded);
+      verdict_.reset();
+    }
+  }
   const double share = rate_share(o_, step);
   step_->optimizer().set_rate(share);
   const TrainStep::Numbers numbers = step_->compute(step, parts);

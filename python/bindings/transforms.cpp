@@ -56,17 +56,23 @@ py::tuple scale(GraphModule& engine, const Replacements& replace, const Residual
   return py::make_tuple(report, tags);
 }
 
+// `recipe`: the text of a file, or "": fwd and bwd.
 py::dict simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,
-                  const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
+                  const std::vector<std::string>& operators, const std::vector<std::string>& exclude,
+                  const std::string& recipe) {
+  if (!recipe.empty())
+    return reported("simulate_format", engine, [&](Report* r) { return apply_recipe(engine, parse_recipe(recipe), r); });
   const SimulateFormatOptions options{.fwd = fwd, .bwd = bwd, .operators = operators, .exclude = exclude};
   return reported("simulate_format", engine, [&](Report* r) { return simulate_format(engine, options, r); });
 }
 
 py::dict fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
              const std::string& recipe, int64_t history, const std::vector<std::string>& operators,
-             const std::vector<std::string>& exclude) {
+             const std::vector<std::string>& exclude, const std::string& formats) {
   const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe, history};
-  return reported("use_fp8", engine, [&](Report* r) { return use_fp8(engine, options, r); });
+  return reported("use_fp8", engine, [&](Report* r) {
+    return formats.empty() ? use_fp8(engine, options, r) : use_fp8(engine, parse_recipe(formats), options, r);
+  });
 }
 
 // The fields of plumb.transforms.Metrics.Data, the last one {exponent: count} or None.
@@ -222,9 +228,15 @@ Register transforms_part([](py::module_& m) {
       },
       py::arg("parameter"));
   m.def("simulate_format", &simulate, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"),
-        py::arg("operators"), py::arg("exclude"));
+        py::arg("operators"), py::arg("exclude"), py::arg("recipe") = "");
   m.def("use_fp8", &fp8, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"), py::arg("kernel"),
-        py::arg("recipe"), py::arg("history"), py::arg("operators"), py::arg("exclude"));
+        py::arg("recipe"), py::arg("history"), py::arg("operators"), py::arg("exclude"), py::arg("formats") = "");
+  m.def(
+      "read_recipe",
+      [](const std::string& recipe) {
+        return (recipe.find('\n') == std::string::npos ? read_recipe(recipe) : parse_recipe(recipe)).to_toml();
+      },
+      py::arg("recipe"), "A recipe's file text, of a name, a file or such a text.");
   m.def(
       "check_fp8",
       [](const std::string& fwd, const std::string& bwd, const std::string& kernel, const std::string& recipe,

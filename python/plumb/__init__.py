@@ -33,6 +33,8 @@ from ._recorder import Recorder as Recorder
 from ._recorder import read_history as read_history
 from ._trainer import Trainer as Trainer
 from ._trainer import TrainResult as TrainResult
+from ._verdict import Verdict as Verdict
+from ._verdict import verdict as verdict
 from ._writers import TensorBoardWriter as TensorBoardWriter
 from ._writers import WandbWriter as WandbWriter
 from .core.functional import transformer_residual_scaling_rule as transformer_residual_scaling_rule

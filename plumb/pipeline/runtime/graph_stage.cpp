@@ -47,7 +47,8 @@ ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, Model
   return other ? known : ModelSizes();
 }
 
-ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const {
+std::pair<std::vector<c10::IValue>, ModelSizes> GraphStage::run_by_hand(std::vector<c10::IValue> inputs,
+                                                                        ModelSizes told) {
   ModelSizes known = known_sizes(inputs, std::move(told));
   for (size_t i = 0; known.empty() && i < std::min(inputs.size(), io_.inputs.size()); ++i) {
     const StageInputPort& port = io_.inputs[i];
@@ -62,7 +63,14 @@ ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, Mod
                 "hand on what the stage before returned as it is (a detached tensor or a copy does not say where it "
                 "comes from), or run the stages in a schedule");
   }
-  return known;
+  if (!known.empty() && is_capturing()) {
+    throw Error(ErrorKind::Unsupported,
+                str("stage ", index_,
+                    " is captured or transformed, and called by hand with other sizes than it was cut for: the next stage "
+                    "would not know them"),
+                "", "run the stages in a schedule, or cut the model for these sizes");
+  }
+  return {run_values(std::move(inputs), known), known};
 }
 
 void GraphStage::raise_other_sizes(const ModelSizes& known) const {
@@ -107,18 +115,6 @@ std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs,
     if (!v.isNone()) v = pack_value(v);
   }
   return outputs;
-}
-
-std::pair<std::vector<c10::IValue>, ModelSizes> GraphStage::run_by_hand(std::vector<c10::IValue> inputs,
-                                                                        ModelSizes told) {
-  ModelSizes sizes = sizes_by_hand(inputs, std::move(told));
-  if (!sizes.empty() && is_capturing()) {
-    throw Error(ErrorKind::Unsupported,
-                str("stage ", index_, " is captured or transformed, and called by hand with other sizes than it was cut "
-                                      "for: the next stage would not know them"),
-                "", "run the stages in a schedule, or cut the model for these sizes");
-  }
-  return {run_values(std::move(inputs), sizes), std::move(sizes)};
 }
 
 Tensors GraphStage::forward(const Tensors& inputs) {

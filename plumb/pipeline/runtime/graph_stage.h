@@ -46,7 +46,6 @@ class GraphStage : public StageFunction {
   std::pair<std::vector<c10::IValue>, ModelSizes> run_by_hand(std::vector<c10::IValue> inputs, ModelSizes told);
 
  private:
-  ModelSizes sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const;
   // `known` with the sizes of the inputs here; empty if none of them is other than it was cut.
   ModelSizes known_sizes(const std::vector<c10::IValue>& inputs, ModelSizes known) const;
   [[noreturn]] void raise_other_sizes(const ModelSizes& known) const;

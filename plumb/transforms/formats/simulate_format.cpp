@@ -43,10 +43,8 @@ class Simulator {
  public:
   Simulator(GraphModule& module, const SimulateFormatOptions& options, Report& report)
       : module_(module), graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
-    fwd_ = options.fwd == "none" ? "none" : resolve(options.fwd, options).to_string();
-    bwd_ = options.bwd == "none" ? "none" : resolve(options.bwd, options).to_string();
-    fwd_blocks_ = fwd_ != "none" && FPFormat::parse(fwd_).has_blocks();
-    bwd_blocks_ = bwd_ != "none" && FPFormat::parse(bwd_).has_blocks();
+    use_formats(options.fwd, options.bwd);  // which checks them
+    for (const ProductFormats& p : options.products) use_formats(p.fwd.value_or("none"), p.bwd.value_or("none"));
     for (const auto& name : options.operators) {
       const auto known = matrix_product_operators();
       if (std::none_of(known.begin(), known.end(), [&](const std::string& k) { return k == name || bare(k) == name; }))
@@ -74,17 +72,30 @@ class Simulator {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
+      use_formats_of(node);
       changed |= quantise(node, contraction);
     }
     return changed;
   }
 
  private:
+  void use_formats(const std::string& fwd, const std::string& bwd) {
+    fwd_ = fwd == "none" ? "none" : resolve(fwd, options_).to_string();
+    bwd_ = bwd == "none" ? "none" : resolve(bwd, options_).to_string();
+    fwd_blocks_ = fwd_ != "none" && FPFormat::parse(fwd_).has_blocks();
+    bwd_blocks_ = bwd_ != "none" && FPFormat::parse(bwd_).has_blocks();
+  }
+  void use_formats_of(const Node* product) {
+    const auto [fwd, bwd] = formats_of(product, options_.fwd, options_.bwd, options_.products);
+    use_formats(fwd, bwd);
+  }
+
   bool take_recurrent_apart() {
     bool changed = false;
-    if (fwd_ == "none" && bwd_ == "none") return changed;
     for (Node* node : graph_.nodes()) {
       if (!is_recurrent(node)) continue;
+      use_formats_of(node);
+      if (fwd_ == "none" && bwd_ == "none") continue;
       auto why = obstacle(node);
       if (!why) why = steps_obstacle(node, module_.state());
       if (why) {
@@ -129,7 +140,7 @@ class Simulator {
   // Returns the value rounded forward: one node for all uses, as long as nothing is written in between.
   Value* rounded(Value* value, int64_t dim, Node* user) {
     if (!fwd_blocks_) dim = -1;
-    auto [it, fresh] = rounded_.try_emplace({value, dim}, Made{nullptr, nullptr});
+    auto [it, fresh] = rounded_.try_emplace({value, dim, fwd_}, Made{nullptr, nullptr});
     if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
       return it->second.value;
     Node* made = nullptr;
@@ -199,10 +210,10 @@ class Simulator {
   const State& state_;
   const SimulateFormatOptions& options_;
   Report& report_;
-  std::string fwd_, bwd_;
+  std::string fwd_, bwd_;  // of the product that is treated
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
-  std::map<std::pair<const Value*, int64_t>, Made> rounded_;
+  std::map<std::tuple<const Value*, int64_t, std::string>, Made> rounded_;
   std::unordered_set<const Node*> taken_apart_;
 };
 
@@ -212,7 +223,8 @@ const std::vector<PassOption> kOptions = {
     {"rounding", "", "nearest, stochastic or toward_zero, for both"},
     {"srbits", "0", "random bits of stochastic rounding, 0 for all"},
     {"operators", "", "only these, comma separated"},
-    {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
+    {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"},
+    {"recipe", "", "instead of fwd and bwd: a recipe file (plumb verdict writes them), or a recipe's name"}};
 
 bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
   SimulateFormatOptions options;
@@ -225,7 +237,13 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
   }
   options.srbits = static_cast<int>(number_option(given, "srbits", options.srbits));
   Report report("simulate_format");
-  const bool changed = simulate_format(module, options, &report);
+  const auto recipe = given.find("recipe");
+  if (recipe != given.end() && given.size() > 1) {
+    throw Error(ErrorKind::InvalidArgument, "simulate_format: a recipe says all formats, so no other option goes with it",
+                "", "recipe=FILE.toml alone");
+  }
+  const bool changed = recipe == given.end() ? simulate_format(module, options, &report)
+                                             : apply_recipe(module, read_recipe(recipe->second), &report);
   if (lines) *lines = report.lines();
   return changed;
 }

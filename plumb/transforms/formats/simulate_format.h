@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "plumb/numerics/format.h"
+#include "plumb/transforms/formats/format_recipe.h"
 #include "plumb/transforms/module.h"
 
 namespace plumb {
@@ -29,6 +30,8 @@ struct SimulateFormatOptions {
   std::vector<std::string> operators;
   // Patterns (*, ?) of module paths, parameter names or value names that are left alone: "lm_head", "layers.0.*".
   std::vector<std::string> exclude;
+  // Products in other formats than fwd and bwd.
+  std::vector<ProductFormats> products;
 };
 
 // Throws Error(UnknownName) for an operator that is no matrix product. Returns whether anything

@@ -80,8 +80,7 @@ std::optional<std::string> obstacle_of_addmm(const Node* node) {
 
 class Fp8Lowering {
  public:
-  Fp8Lowering(GraphModule& module, const UseFp8Options& options, std::string fwd, std::string bwd)
-      : graph_(module.graph()), options_(options), fwd_(std::move(fwd)), bwd_(std::move(bwd)) {}
+  Fp8Lowering(GraphModule& module, const UseFp8Options& options) : graph_(module.graph()), options_(options) {}
 
   // The outcome for each product by the name of its result: the operator and the report's text, or the reason to stay.
   using Done = std::map<std::string, std::variant<std::pair<std::string, std::string>, std::string>>;
@@ -99,7 +98,8 @@ class Fp8Lowering {
       for (const Form& known : kForms) {
         if (node->target() == known.target) form = &known;
       }
-      const auto why = form ? obstacle(node, *form) : no_kernel(node);
+      auto why = form ? use_formats_of(node) : no_kernel(node);
+      if (!why) why = obstacle(node, *form);
       if (why) {
         done.emplace(name, *why);
         continue;
@@ -118,7 +118,18 @@ class Fp8Lowering {
   }
 
  private:
-  static std::string no_kernel(const Node* node) {
+  // Returns why no unit multiplies them.
+  std::optional<std::string> use_formats_of(const Node* product) {
+    const auto [fwd, bwd] = formats_of(product, options_.fwd, options_.bwd, options_.products);
+    try {
+      fwd_ = fp8_format(fwd).to_string(), bwd_ = fp8_format(bwd).to_string();
+    } catch (const Error&) {
+      return "no unit multiplies " + fwd + " forward and " + bwd + " backward";
+    }
+    return std::nullopt;
+  }
+
+  static std::optional<std::string> no_kernel(const Node* node) {
     switch (operator_facts(node->target()).contraction.kind) {
       case ContractionKind::Convolution:
       case ContractionKind::TransposedConvolution: return "no FP8 kernel for convolutions";
@@ -240,7 +251,7 @@ class Fp8Lowering {
 
   Graph& graph_;
   const UseFp8Options& options_;
-  const std::string fwd_, bwd_;
+  std::string fwd_, bwd_;  // of the product that is treated
   std::map<std::pair<const Node*, const Value*>, Value*> codes_;
   std::vector<Node*> roundings_;  // that products took, perhaps the last ones to
   std::map<Node*, std::vector<Node*>> takers_;
@@ -286,6 +297,8 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     if (!options.operators.empty() &&
         std::find(options.operators.begin(), options.operators.end(), node->target()) == options.operators.end())
       why = "not among the operators asked for";
+    const auto [fwd, bwd] = formats_of(node, options.fwd, options.bwd, options.products);
+    if (fwd == "none" && bwd == "none" && why.empty()) why = "its formats are none";
     if (!why.empty()) {
       report.add(ReportKind::LeftAlone, node, node->target(), "", why);
       continue;
@@ -295,9 +308,9 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     auto here = graph.inserting_before(node);
     Value* state = delayed ? delayed_state_of(module, parameter, options.history) : nullptr;
     Node* made = delayed ? graph.call("plumb::fp8_delayed_linear",
-                                      {input, weight, bias, state, options.fwd, options.bwd, module.is_training()})
+                                      {input, weight, bias, state, fwd, bwd, module.is_training()})
                          : graph.call("plumb::fp8_scaled_linear",
-                                      {input, weight, bias, options.recipe, options.fwd, options.bwd});
+                                      {input, weight, bias, options.recipe, fwd, bwd});
     report.add(ReportKind::Replaced, node, node->target(), made->target(), options.recipe + " scales");
     replace_and_name(graph, node, made);
     changed = true;
@@ -309,7 +322,9 @@ const std::vector<PassOption> kUseFp8Options = {
     {"fwd", "e4m3fn", "format of inputs: e4m3fn or e5m2, with -RN, -SR, -SRn or -RZ"},
     {"bwd", "e5m2", "format of gradients"},
     {"kernel", "auto", "who multiplies: scaled_mm (torch's), decoded (the values), auto (FP8 units where there are)"},
-    {"recipe", "", "scale factors: tensorwise, rowwise, blocks128, mxfp8, mxfp8-up or delayed; none without it"},
+    {"recipe", "",
+     "scale factors: tensorwise, rowwise, blocks128, mxfp8, mxfp8-up or delayed; none without it; or a recipe file of "
+     "plumb verdict (NAME.toml) instead of fwd and bwd"},
     {"history", "1024", "the delayed recipe's: the largest values of so many casts count"},
     {"operators", "", "only these, comma separated"},
     {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
@@ -326,7 +341,9 @@ bool use_fp8_from_table(GraphModule& module, const PassOptions& given, std::vect
   }
   options.history = number_option(given, "history", options.history);
   Report report("use_fp8");
-  const bool changed = use_fp8(module, options, &report);
+  const bool changed = options.recipe.ends_with(".toml")
+                           ? use_fp8(module, read_recipe(options.recipe), options, &report)
+                           : use_fp8(module, options, &report);
   if (lines) *lines = report.lines();
   return changed;
 }
@@ -339,27 +356,31 @@ const RegisterPass use_fp8_pass(
 
 void check(const UseFp8Options& options) {
   parse_fp8_kernel(options.kernel);
-  fp8_format(options.fwd);
-  fp8_format(options.bwd);
+  const bool scales = !options.recipe.empty() && options.recipe != "delayed";
+  const auto check_format = [&](const std::string& text) {
+    if (!scales || text != "none") fp8_format(text);
+  };
+  check_format(options.fwd), check_format(options.bwd);
+  for (const ProductFormats& p : options.products) {
+    if (scales || options.recipe == "delayed")
+      check_format(p.fwd.value_or(options.fwd)), check_format(p.bwd.value_or(options.bwd));
+  }
   if (!options.recipe.empty()) parse_fp8_recipe(options.recipe);
   if (options.history < 1 || options.history > 1 << 20)
     throw Error(ErrorKind::InvalidArgument, "a history of " + std::to_string(options.history) + " casts", "",
                 "give one from 1 to 1048576");
 }
 
-bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) {
-  check(options);
-  const std::string fwd = fp8_format(options.fwd).to_string(), bwd = fp8_format(options.bwd).to_string();
-  if (!options.recipe.empty()) {
-    Report own("use_fp8");
-    return use_recipe(module, options, report ? *report : own);
-  }
+namespace {
+
+// Simulates, then lowers what units multiply.
+bool simulate_and_lower(GraphModule& module, const UseFp8Options& options, Report* report) {
   // Refused here, not in the first step.
   for (const Attr& attr : module.state())
     uses_scaled_mm(parse_fp8_kernel(options.kernel), attr.tensor.device(), at::kFloat);
   Report simulated("simulate_format");
   SimulateFormatOptions simulate;
-  simulate.fwd = fwd, simulate.bwd = bwd;
+  simulate.fwd = options.fwd, simulate.bwd = options.bwd, simulate.products = options.products;
   simulate.operators = options.operators, simulate.exclude = options.exclude;
   if (!simulate_format(module, simulate, &simulated)) {
     if (report) {
@@ -367,7 +388,7 @@ bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) 
     }
     return false;
   }
-  const auto done = Fp8Lowering(module, options, fwd, bwd).run();
+  const auto done = Fp8Lowering(module, options).run();
   if (!report) return true;
   for (ReportEntry entry : simulated.entries()) {
     const auto it = entry.kind == ReportKind::Quantised ? done.find(entry.node) : done.end();
@@ -384,6 +405,29 @@ bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) 
     }
   }
   return true;
+}
+
+}  // namespace
+
+bool use_fp8(GraphModule& module, const UseFp8Options& given, Report* report) {
+  check(given);
+  if (!given.recipe.empty()) {
+    Report own("use_fp8");
+    return use_recipe(module, given, report ? *report : own);
+  }
+  UseFp8Options options = given;
+  options.fwd = fp8_format(given.fwd).to_string(), options.bwd = fp8_format(given.bwd).to_string();
+  return simulate_and_lower(module, options, report);
+}
+
+bool use_fp8(GraphModule& module, const FormatRecipe& recipe, const UseFp8Options& given, Report* report) {
+  if (!recipe.scales.empty()) return apply_recipe(module, recipe, report);
+  check_fits(module, recipe);
+  parse_fp8_kernel(given.kernel);
+  UseFp8Options options = given;
+  options.fwd = recipe.fwd, options.bwd = recipe.bwd, options.products = recipe.products;
+  const bool changed = simulate_and_lower(module, options, report);
+  return scale_gradients(module, recipe.loss_scale) || changed;
 }
 
 namespace {

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "plumb/transforms/formats/format_recipe.h"
 #include "plumb/transforms/module.h"
 
 namespace plumb {
@@ -36,6 +37,8 @@ struct UseFp8Options {
   // "NAME_fp8_state" beside a weight NAME has them; a graph made in evaluation mode reads it and leaves it as it is.
   std::string recipe = "";
   int64_t history = 1024;
+  // Products in other formats than fwd and bwd; one in a format that no unit multiplies stays simulated.
+  std::vector<ProductFormats> products = {};
 };
 
 // Throws Error(InvalidArgument) for formats that no unit multiplies and kernels that there are not.
@@ -44,6 +47,10 @@ void check(const UseFp8Options& options);
 // Throws what check() throws, and Error(UnknownName) for operators that are no products. Returns whether anything
 // changed.
 bool use_fp8(GraphModule& module, const UseFp8Options& options = {}, Report* report = nullptr);
+
+// Uses FP8 where both formats of a product are those of a unit; the others are simulated. A recipe's scale factors and
+// its loss scale are applied, too. Throws what apply_recipe() throws.
+bool use_fp8(GraphModule& module, const FormatRecipe& recipe, const UseFp8Options& options, Report* report = nullptr);
 
 // Undoes use_fp8(): products of values again, unit-scaled ones as they were, nothing rounded. (Products that stayed
 // simulated stay so.) Returns whether there were any.

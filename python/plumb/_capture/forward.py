@@ -142,7 +142,8 @@ class _Forward:
             stack.enter_context(torch_patches.module_stack(self.module))
             stack.enter_context(opaque_functions())
             stack.enter_context(torch_patches.higher_order_operators())
-            stack.enter_context(replaced(replace))
+            if replace:
+                stack.enter_context(replaced(replace))
             with contextlib.suppress(Exception):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch_patches.unoptimised_scripts(self.module))

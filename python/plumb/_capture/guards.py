@@ -160,7 +160,8 @@ class GraphStore(OrderedDict[Any, list]):
         """Returns the graph of this key whose guards hold; None if there is none."""
         for place, graph in enumerate(graphs := self.get(key, [])):
             if graph.guards.hold():
-                graphs.insert(0, graphs.pop(place))
+                if place:
+                    graphs.insert(0, graphs.pop(place))
                 self.move_to_end(key)
                 return graph
         return None

@@ -18,12 +18,10 @@ from .cpython import calls_go_to
 class Replacements(dict):
     """Functions, and what their calls go to. `called`: those of which there were calls."""
 
-    def __init__(self, pairs: dict[Callable[..., Any], Callable[..., Any]]):
-        super().__init__(pairs)
-        self.called: set[Callable[..., Any]] = set()
+    called: frozenset[Callable[..., Any]] = frozenset()
 
     def run(self, old: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        self.called.add(old)
+        self.called |= {old}
         call_sites.replacing.append((old, self[old]))
         try:
             return self[old](*args, **kwargs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ _SENT = (
 logger = logging.getLogger("plumb.pipelining")
 
 
-Sizes = dict[int, tuple[int, ...]]  # of the whole model's flat inputs, by their number; those that are known
+Sizes = dict[int, Sequence[int]]  # of the whole model's flat inputs, by their number; those that are known
 
 MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of the model's inputs it comes from
 
@@ -52,23 +52,20 @@ def mark(outputs: list, sizes: Sizes) -> None:
             setattr(output, MARK, sizes)
 
 
-class _Running(threading.local):
-    sizes: Sizes | None = None  # of the model's inputs that the microbatch comes from; none: as they were cut
-
-
-_running = _Running()  # in a schedule; by hand it is None, and tensors are marked
+# In a schedule: the sizes of the microbatch that runs; none: as they were cut. By hand it is None, and tensors are marked.
+_running: ContextVar[Sizes | None] = ContextVar("_running", default=None)
 
 
 @contextlib.contextmanager
 def at_sizes(sizes: Sizes) -> Iterator[None]:
     """Tells every `StageModule` that runs on this thread the sizes of its microbatch."""
-    before, _running.sizes = _running.sizes, sizes
+    before = _running.set(sizes)
     try:
         # torch.compile's result for a stage holds for the sizes it was cut for, and does not ask for these.
         with torch.compiler.set_stance("force_eager") if sizes else contextlib.nullcontext():
             yield
     finally:
-        _running.sizes = before
+        _running.reset(before)
 
 
 class StageModule(GraphModule):
@@ -124,8 +121,7 @@ class StageModule(GraphModule):
 
     def graph_key(self) -> tuple:
         """A graph of it depends on this beside its inputs: the sizes of the whole model's inputs, and the variant of the model."""
-        variant = self.variant()
-        return variant, tuple(sorted((_running.sizes or {}).items()))
+        return self.variant(), str(sorted((_running.get() or {}).items()))
 
     # --- the model that it is a part of, for other modes, dtypes, ... ---
     def variant(self) -> Variant | None:
@@ -208,7 +204,7 @@ class StageModule(GraphModule):
         return self._run(args)
 
     def _run(self, args: Any) -> Any:
-        stage, sizes = self._stage_now(), _running.sizes
+        stage, sizes = self._stage_now(), _running.get()
         if sizes is None:
             out, sizes = stage.run_by_hand(list(args), sizes_of(args))
         else:

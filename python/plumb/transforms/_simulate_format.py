@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Sequence
@@ -9,6 +10,7 @@ from typing import Sequence
 from torch import Tensor, nn
 
 from .. import _C
+from .._errors import Error
 from .._state import BUFFER
 from ..formats import FPFormat, format_text
 from ._apply import CapturedGraph, Module, Pass, apply_pass, display_name, logger
@@ -38,9 +40,10 @@ class FormatPass:
 
 def simulate_format(
     module: Module,
-    fwd_format: FPFormat | str,
-    bwd_format: FPFormat | str,
+    fwd_format: FPFormat | str | None = None,
+    bwd_format: FPFormat | str | None = None,
     *,
+    recipe: str | os.PathLike | None = None,
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Module:
@@ -48,8 +51,17 @@ def simulate_format(
     gradient of its output to `bwd_format`.
 
     fwd_format, bwd_format: a :class:`plumb.formats.FPFormat`, or a text such as ``"e4m3fn-RN"``, ``"E5M2-SR"``, ``"none"``.
+    recipe: instead of both, formats by product and direction: a file (``NAME.toml``) or its text, as
+        :func:`plumb.verdict` makes them, or a name (``"fp8"``, ``"mxfp4"``).
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
+    if recipe is not None:
+        if fwd_format is not None or bwd_format is not None or operators or exclude:
+            raise Error("a recipe says all formats, so no other option goes with it", remedy="simulate_format(module, recipe=...)")
+        text = _C.read_recipe(os.fspath(recipe))
+        return FormatPass("simulate_format", ("none", "none", [], [], text)).apply(module)
+    if fwd_format is None or bwd_format is None:
+        raise Error("simulate_format needs two formats, or a recipe", remedy='simulate_format(module, "e4m3fn", "e5m2")')
     formats = format_text(fwd_format), format_text(bwd_format)
     return FormatPass("simulate_format", (*formats, list(operators), list(exclude))).apply(module)
 
@@ -75,7 +87,7 @@ def use_fp8(
     fwd_format: FPFormat | str = "e4m3fn",
     bwd_format: FPFormat | str = "e5m2",
     *,
-    recipe: str | None = None,
+    recipe: str | os.PathLike | None = None,
     history: int = 1024,
     kernel: str = "auto",
     operators: Sequence[str] = (),
@@ -90,12 +102,21 @@ def use_fp8(
         ``"blocks128"``, ``"mxfp8"`` (scales rounded down) or ``"mxfp8-up"``. Linear layers alone are treated, their casts
         are torchao's bit for bit, and their values are multiplied. ``"delayed"``: scales from the largest values of the
         last `history` casts of a tensor, as Transformer Engine's delayed scaling; a buffer ``NAME_fp8_state`` beside a
-        weight has them, so that a ``state_dict`` and checkpoints do.
+        weight has them, so that a ``state_dict`` and checkpoints do. Or a recipe file (``NAME.toml``) or its text, as
+        :func:`plumb.verdict` makes them: it says the formats of every product, and those that no unit multiplies stay
+        simulated.
     kernel: who multiplies. ``"scaled_mm"``: torch's ``_scaled_mm``; ``"decoded"``: the values, bit for bit the simulation;
     ``"auto"``: FP8 units where the device has them, else the values.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    how = format_text(fwd_format), format_text(bwd_format), kernel, recipe or "", history
+    recipe = os.fspath(recipe or "")
+    if recipe.endswith(".toml") or "\n" in recipe:
+        if (fwd_format, bwd_format) != ("e4m3fn", "e5m2") or operators or exclude:
+            raise Error("a recipe file says all formats, so no other option goes with it", remedy="use_fp8(module, recipe=...)")
+        _C.check_fp8("e4m3fn", "e5m2", kernel, "", history)
+        given = ("none", "none", kernel, "", history, [], [], _C.read_recipe(recipe))
+        return FormatPass("use_fp8", given).apply(module)
+    how = format_text(fwd_format), format_text(bwd_format), kernel, recipe, history
     _C.check_fp8(*how)
     result = FormatPass("use_fp8", (*how, list(operators), list(exclude))).apply(module)
     if recipe == "delayed":  # there before the first call, for a state_dict that is loaded

@@ -1,0 +1,76 @@
+#include "plumb/training/verdict_run.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "plumb/analysis/verdict_page.h"
+#include "plumb/core/output_file.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+VerdictOptions verdict_options(const TrainOptions& o) {
+  VerdictOptions options;
+  if (o.verdict != std::vector<std::string>{"all"}) options.recipes = o.verdict;
+  return options;
+}
+
+}  // namespace
+
+void check_verdict(const TrainOptions& o, const TrainJob& job) {
+  if (o.verdict.empty()) {
+    const std::string option = !o.verdict_page.empty() ? "--verdict-page" : !o.verdict_recipe.empty() ? "--verdict-recipe" : "";
+    if (!option.empty()) throw UsageError(option + ": no verdict is asked for", "--verdict all");
+    return;
+  }
+  if (o.processes() > 1 || job.schedule.num_stages() > 1) {
+    throw UsageError("--verdict: is measured on a model in one part",
+                     "plumb verdict FILE before the training, or --stages 1 --data-parallel 1");
+  }
+  used_by("--verdict", [&] { Verdict(*job.pipe->stage(0), verdict_options(o)); });
+}
+
+VerdictRun::VerdictRun(const TrainOptions& o, const TrainJob& job, at::Device device)
+    : o_(o),
+      job_(job),
+      device_(device),
+      steps_(verdict_steps(o.verdict_steps, o.warmup)),
+      verdict_(*job.pipe->stage(0), verdict_options(o)) {}
+
+Verdict::Parts VerdictRun::losses(const Parts& parts) const {
+  Verdict::Parts all;
+  const auto total = static_cast<double>(parts.total());
+  for (size_t i = 0; i < parts.inputs.size(); ++i) {
+    if (parts.counts[i] == 0) continue;
+    all.push_back([this, &parts, i, total](GraphModule& graph) {
+      std::vector<c10::IValue> inputs;
+      for (const at::Tensor& input : parts.inputs[i]) inputs.emplace_back(input.to(device_));
+      Tensors outputs;
+      for (const c10::IValue& out : graph.run(std::move(inputs)))
+        outputs.push_back(out.isTensor() ? out.toTensor() : at::Tensor());
+      const at::Tensor loss = job_.pipeline.loss ? job_.pipeline.loss(outputs, parts.targets[i])
+                                                 : outputs.at(static_cast<size_t>(job_.pipeline.loss_output));
+      return loss * (static_cast<double>(parts.counts[i]) / total);
+    });
+  }
+  return all;
+}
+
+std::optional<event::Concluded> VerdictRun::step(int64_t step, bool last, const Parts& parts) {
+  const bool measured = !steps_.empty() && steps_.front() == step && parts.total() > 0;
+  if (!measured && !last) return std::nullopt;
+  const Verdict::Parts batch = losses(parts);
+  if (measured) {
+    steps_.erase(steps_.begin());
+    verdict_.measure(batch);
+  }
+  if (!steps_.empty() && !last) return std::nullopt;
+  const VerdictReport report = verdict_.conclude(batch);
+  if (!o_.verdict_page.empty()) verdict_page(report, o_.file).write(o_.verdict_page);
+  if (!o_.verdict_recipe.empty()) write_file_atomically(o_.verdict_recipe, report.recipe_file());
+  return event::Concluded{report.to_json(), step, report.to_text()};
+}
+
+}  // namespace plumb

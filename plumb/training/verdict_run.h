@@ -1,0 +1,36 @@
+// A verdict on number formats beside a training: it is measured on the training's own batches and weights, and leaves
+// every bit of the training as it is.
+#pragma once
+
+#include <optional>
+
+#include "plumb/training/events.h"
+#include "plumb/training/job.h"
+#include "plumb/training/loss.h"
+#include "plumb/transforms/verdict/verdict.h"
+
+namespace plumb {
+
+// Throws UsageError if --verdict cannot be measured: unknown recipes, a model in several parts.
+void check_verdict(const TrainOptions& options, const TrainJob& job);
+
+class VerdictRun {
+ public:
+  // Both must outlive it.
+  VerdictRun(const TrainOptions& options, const TrainJob& job, at::Device device);
+
+  // Takes part in a step before it is computed; `step` counts from 1, the first of this run. After the last measured
+  // step, or the training's last, returns the verdict, and has written the files that the options name.
+  std::optional<event::Concluded> step(int64_t step, bool last, const Parts& parts);
+
+ private:
+  Verdict::Parts losses(const Parts& parts) const;
+
+  const TrainOptions& o_;
+  const TrainJob& job_;
+  const at::Device device_;
+  std::vector<int64_t> steps_;  // that are still to come
+  Verdict verdict_;
+};
+
+}  // namespace plumb

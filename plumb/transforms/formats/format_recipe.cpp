@@ -1,0 +1,317 @@
+#include "plumb/transforms/formats/format_recipe.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <sstream>
+
+#include <toml++/toml.h>
+
+#include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
+#include "plumb/core/join.h"
+#include "plumb/graph/graph_module.h"
+#include "plumb/graph/operator_facts.h"
+#include "plumb/graph/passes/tools.h"
+#include "plumb/numerics/format.h"
+#include "plumb/scaling/fp8_recipes.h"
+#include "plumb/transforms/formats/simulate_format.h"
+#include "plumb/transforms/formats/use_fp8.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
+
+namespace plumb {
+namespace {
+
+const char* const kRecipeNames =
+    "fp8, mxfp8, tensorwise, rowwise, blocks128, a format (bf16, mxfp4, ...), FORWARD/BACKWARD, NAME.toml; unit- before "
+    "and -SR behind most of them";
+
+std::string format_or_none(const std::string& text) {
+  return text == "none" ? text : FPFormat::parse(text).to_string();
+}
+
+// One document of a recipe, whose errors name file and line.
+class RecipeReader {
+ public:
+  explicit RecipeReader(const std::string& file) : file_(file) {}
+
+  FormatRecipe read(const toml::table& document) const {
+    FormatRecipe recipe;
+    for (const auto& [key, node] : document) {
+      const std::string_view name = key.str();
+      if (name == "fwd" || name == "bwd") {
+        (name == "fwd" ? recipe.fwd : recipe.bwd) = format(node, key);
+      } else if (name == "scales") {
+        recipe.scales = text(node, key);
+      } else if (name == "unit-scaled") {
+        const auto flag = node.value_exact<bool>();
+        if (!flag) fail(node, key, "is neither true nor false");
+        recipe.unit_scaled = *flag;
+      } else if (name == "loss-scale") {
+        const auto number = node.value<double>();
+        if (!number) fail(node, key, "is no number");
+        recipe.loss_scale = *number;
+      } else if (name == "product" && node.is_array_of_tables()) {
+        for (const toml::node& each : *node.as_array()) recipe.products.push_back(product(*each.as_table()));
+      } else {
+        unknown(key, "fwd, bwd, scales, unit-scaled, loss-scale and [[product]] tables");
+      }
+    }
+    try {
+      recipe.check();
+    } catch (const Error& e) {
+      throw Error(e.kind(), file_ + ": " + e.message(), "", e.remedy());
+    }
+    return recipe;
+  }
+
+ private:
+  ProductFormats product(const toml::table& table) const {
+    ProductFormats out;
+    for (const auto& [key, node] : table) {
+      const std::string_view name = key.str();
+      if (name == "name") {
+        out.name = text(node, key);
+      } else if (name == "fwd" || name == "bwd") {
+        (name == "fwd" ? out.fwd : out.bwd) = format(node, key);
+      } else {
+        unknown(key, "name, fwd and bwd");
+      }
+    }
+    if (out.name.empty()) {
+      throw Error(ErrorKind::InvalidArgument, place(table.source()) + "a product has no name", "",
+                  "name = \"head\": a module's path, a parameter or a value; * and ? stand for characters");
+    }
+    return out;
+  }
+
+  std::string place(const toml::source_region& at) const { return c10::str(file_, ":", at.begin.line, ": "); }
+  [[noreturn]] void fail(const toml::node& node, const toml::key& key, const std::string& what) const {
+    throw Error(ErrorKind::InvalidArgument, place(node.source()) + std::string(key.str()) + " " + what, "",
+                "NAME = value lines; texts stand in quotes");
+  }
+  [[noreturn]] void unknown(const toml::key& key, const std::string& known) const {
+    throw Error(ErrorKind::UnknownName, place(key.source()) + "'" + std::string(key.str()) + "' is no key of a recipe",
+                "", known);
+  }
+  std::string text(const toml::node& node, const toml::key& key) const {
+    const auto value = node.value_exact<std::string>();
+    if (!value || value->empty()) fail(node, key, "is no text");
+    return *value;
+  }
+  std::string format(const toml::node& node, const toml::key& key) const {
+    try {
+      return format_or_none(text(node, key));
+    } catch (const Error& e) {
+      throw Error(e.kind(), place(node.source()) + e.message(), "", e.remedy());
+    }
+  }
+
+  const std::string& file_;
+};
+
+std::string quoted(const std::string& text) {
+  const bool plain = std::ranges::all_of(text, [](unsigned char c) { return c >= ' ' && c < 127 && c != '"' && c != '\\'; });
+  if (plain) return '"' + text + '"';
+  std::ostringstream out;
+  out << toml::value<std::string>(text);
+  return out.str();
+}
+
+// Multiplies the gradient of an input or parameter. Uses by nodes of codes, which have no gradient, stay.
+bool scale_gradient_of(Graph& graph, Node* node, double factor) {
+  Value* value = node->result();
+  if (!value->has_uses()) return false;
+  Node* before = node->next();
+  while (before->kind() == NodeKind::Placeholder || before->kind() == NodeKind::GetAttr) before = before->next();
+  Node* made = insert_call(graph, before, "plumb::scale_bwd", {value, factor}, node, value);
+  graph.replace_all_uses_with(value, made->result(), made);
+  for (Node* user : made->result()->users()) {
+    if (!user->is_op("plumb::encode") && !user->is_op("plumb::encode_weight")) continue;
+    for (size_t i = 0; i < user->num_inputs(); ++i) {
+      if (user->input(i) == made->result()) user->set_input(i, value);
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+void FormatRecipe::check() const {
+  format_or_none(fwd), format_or_none(bwd);
+  for (const ProductFormats& p : products) format_or_none(p.fwd.value_or("none")), format_or_none(p.bwd.value_or("none"));
+  if (!scales.empty()) parse_fp8_recipe(scales);
+  int exponent = 0;
+  if (!(loss_scale > 0) || !std::isfinite(loss_scale) || std::frexp(loss_scale, &exponent) != 0.5) {
+    throw Error(ErrorKind::InvalidArgument, c10::str("the loss scale ", loss_scale, " is no power of two"), "",
+                "loss-scale = 4096.0, for example");
+  }
+}
+
+std::string FormatRecipe::to_toml() const {
+  std::string out = "fwd = " + quoted(fwd) + "\nbwd = " + quoted(bwd) + "\n";
+  if (!scales.empty()) out += "scales = " + quoted(scales) + "\n";
+  if (unit_scaled) out += "unit-scaled = true  # the model is unit_scale()'s: plumb opt --pass=unit_scale\n";
+  if (loss_scale != 1) {
+    std::ostringstream number;
+    number << toml::value<double>(loss_scale);
+    out += "loss-scale = " + number.str() + "\n";
+  }
+  for (const ProductFormats& p : products) {
+    out += "\n[[product]]\nname = " + quoted(p.name) + "\n";
+    if (p.fwd) out += "fwd = " + quoted(*p.fwd) + "\n";
+    if (p.bwd) out += "bwd = " + quoted(*p.bwd) + "\n";
+  }
+  return out;
+}
+
+FormatRecipe parse_recipe(const std::string& text, const std::string& file) {
+  toml::table document;
+  try {
+    document = toml::parse(text);
+  } catch (const toml::parse_error& e) {
+    throw Error(ErrorKind::BadFile,
+                c10::str(file, ":", e.source().begin.line, ": is no TOML: ", std::string(e.description())), "",
+                "a recipe as plumb verdict writes it");
+  }
+  return RecipeReader(file).read(document);
+}
+
+FormatRecipe read_recipe(const std::string& name) {
+  if (name.ends_with(".toml")) return parse_recipe(read_file(name), name);
+  FormatRecipe recipe;
+  std::string rest = name;
+  if (rest.starts_with("unit-")) recipe.unit_scaled = true, rest = rest.substr(5);
+  const size_t slash = rest.find('/');
+  const size_t dash = slash == std::string::npos ? rest.find('-') : std::string::npos;
+  const std::string base = rest.substr(0, dash), rounding = dash == std::string::npos ? "" : rest.substr(dash);
+  const bool scales = base == "tensorwise" || base == "rowwise" || base == "blocks128";
+  if (scales) recipe.scales = base;
+  if (slash != std::string::npos) {
+    recipe.fwd = rest.substr(0, slash), recipe.bwd = rest.substr(slash + 1);
+  } else if (base == "fp8" || scales) {
+    recipe.fwd = "e4m3fn" + rounding;
+    recipe.bwd = (base == "rowwise" || base == "blocks128" ? "e4m3fn" : "e5m2") + rounding;  // as torchao has them
+  } else if (base == "mxfp8") {
+    recipe.fwd = "mxfp8e4m3" + rounding, recipe.bwd = "mxfp8e5m2" + rounding;
+  } else {
+    recipe.fwd = recipe.bwd = rest;
+  }
+  try {
+    recipe.fwd = format_or_none(recipe.fwd), recipe.bwd = format_or_none(recipe.bwd);
+  } catch (const Error& e) {
+    throw Error(ErrorKind::UnknownName, "'" + name + "' is no recipe of number formats: " + e.message(), "", kRecipeNames);
+  }
+  return recipe;
+}
+
+std::pair<std::string, std::string> formats_of(const Node* product, const std::string& fwd, const std::string& bwd,
+                                               const std::vector<ProductFormats>& products) {
+  std::pair<std::string, std::string> found(fwd, bwd);
+  bool has_fwd = false, has_bwd = false;
+  for (const ProductFormats& p : products) {
+    if (!excluded_by(product, {p.name})) continue;
+    if (p.fwd && !std::exchange(has_fwd, true)) found.first = *p.fwd;
+    if (p.bwd && !std::exchange(has_bwd, true)) found.second = *p.bwd;
+  }
+  return found;
+}
+
+bool is_product(const Node* node) {
+  if (!node->is_call() || node->num_results() == 0) return false;
+  const OperatorFacts& facts = operator_facts(node->target());
+  return facts.contraction || facts.recurrent != RecurrentLayer::None;
+}
+
+std::vector<std::string> product_names(const GraphModule& module) {
+  std::vector<const Node*> products;
+  for (const Node* node : module.graph().nodes()) {
+    if (is_product(node)) products.push_back(node);
+  }
+  const auto fits_one = [&](const std::string& name) {
+    return !name.empty() && std::ranges::count_if(products, [&](const Node* node) {
+             return excluded_by(node, {name}) != nullptr;
+           }) == 1;
+  };
+  std::vector<std::string> names;
+  for (const Node* node : products) {
+    std::vector<std::string> candidates{node->meta().module_path()};
+    for (const Value* value : node->inputs()) {
+      if (const Node* attr = source_attribute(value)) candidates.push_back(attr->target());
+    }
+    candidates.push_back(node->result()->name());
+    const auto found = std::ranges::find_if(candidates, fits_one);
+    names.push_back(found == candidates.end() ? candidates.back() : *found);
+  }
+  return names;
+}
+
+bool scale_gradients(GraphModule& module, double scale) {
+  if (scale == 1) return false;
+  Graph& graph = module.graph();
+  bool changed = false;
+  for (Graph* each : every_graph(graph)) {
+    for (Node* node : each->attributes()) {
+      const Attr* attr = module.state().find(node->target());
+      if (attr == nullptr || attr->kind != AttrKind::Parameter || !attr->tensor.is_floating_point()) continue;
+      changed |= scale_gradient_of(*each, node, 1 / scale);
+    }
+  }
+  for (Node* node : graph.placeholders()) {
+    if (node->result()->is_tensor() && may_be_float(node->result(), module.state()))
+      changed |= scale_gradient_of(graph, node, 1 / scale);
+  }
+  Node* output = graph.output_node();
+  std::map<Value*, Value*> made;
+  for (size_t i = 0; i < output->num_inputs(); ++i) {
+    Value* value = output->input(i);
+    if (!value->is_tensor() || !may_be_float(value, module.state())) continue;
+    Value*& scaled = made[value];
+    if (scaled == nullptr) {
+      scaled = insert_call(graph, output, "plumb::scale_bwd", {value, scale}, value->producer(), value)->result();
+    }
+    output->set_input(i, scaled);
+    changed = true;
+  }
+  return changed;
+}
+
+void check_fits(const GraphModule& module, const FormatRecipe& recipe) {
+  recipe.check();
+  const auto nodes = module.graph().nodes();
+  if (recipe.unit_scaled) {
+    bool scaled = false;
+    for (const Node* node : nodes) scaled = scaled || (is_product(node) && node->target().starts_with("plumb::"));
+    if (!scaled) {
+      throw Error(ErrorKind::InvalidState, "the recipe is for a unit-scaled model, and this one is not", "",
+                  "unit_scale it first: plumb opt --pass=unit_scale, or another recipe");
+    }
+  }
+  for (const ProductFormats& p : recipe.products) {
+    bool found = false;
+    for (const Node* node : nodes) found = found || (is_product(node) && excluded_by(node, {p.name}));
+    if (!found) {
+      throw Error(ErrorKind::UnknownName, "the recipe names the product '" + p.name + "', and the model has none", "",
+                  join(product_names(module)));
+    }
+  }
+}
+
+bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report, bool whole) {
+  if (whole) check_fits(module, recipe);
+  bool changed = false;
+  if (!recipe.scales.empty()) {
+    UseFp8Options options;
+    options.fwd = recipe.fwd, options.bwd = recipe.bwd, options.recipe = recipe.scales;
+    options.products = recipe.products;
+    changed = use_fp8(module, options, report);
+  } else {
+    SimulateFormatOptions options;
+    options.fwd = recipe.fwd, options.bwd = recipe.bwd, options.products = recipe.products;
+    changed = simulate_format(module, options, report);
+  }
+  return scale_gradients(module, recipe.loss_scale) || changed;
+}
+
+}  // namespace plumb

@@ -1,0 +1,175 @@
+#include "plumb/transforms/verdict/verdict.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "plumb/core/error.h"
+#include "plumb/transforms/models_testing.h"
+#include "plumb/transforms/module.h"
+#include "tests/message_of.h"
+
+namespace plumb {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+using namespace testing_models;
+
+// Two branches with gradients of about one size, of which the small one's pass a factor of 2^-40 backward. `scale` is
+// that of the loss.
+std::shared_ptr<GraphModule> two_branches(double scale, double small = 1) {
+  torch::manual_seed(0);
+  State state;
+  parameter(state, "main.weight", randn_there({16, 16}));
+  parameter(state, "small.weight", randn_there({16, 16}));
+  parameter(state, "head.weight", randn_there({4, 16}));
+  return module_of(c10::str(R"(graph { %x: f32[32, 16] = placeholder "x" %y: f32[32, 4] = placeholder "y"
+      %m = get_attr "main.weight" %s = get_attr "small.weight" %h = get_attr "head.weight"
+      %main: f32[32, 16] = aten::linear(%x, %m) in "":"Net" "main":"Linear"
+      %large: f32[32, 16] = aten::mul.Scalar(%x, )", 1 / small, R"()
+      %l: f32[32, 16] = aten::linear(%large, %s) in "":"Net" "small":"Linear"
+      %small: f32[32, 16] = aten::mul.Scalar(%l, )", small, R"()
+      %both: f32[32, 16] = aten::add.Tensor(%main, %small)
+      %o: f32[32, 4] = aten::linear(%both, %h) in "":"Net" "head":"Linear"
+      %loss: f32[] = aten::mse_loss(%o, %y)
+      %scaled: f32[] = aten::mul.Scalar(%loss, )", scale, ") output(%scaled) }"),
+                   std::move(state));
+}
+
+Verdict::Parts batch(uint64_t seed = 1) {
+  torch::manual_seed(seed);
+  const at::Tensor x = randn_there({32, 16}), y = randn_there({32, 4});
+  return {[x, y](GraphModule& graph) { return graph(x, y); }};
+}
+
+VerdictReport of(const GraphModule& module, std::vector<std::string> recipes) {
+  return verdict(module, {batch(1), batch(2)}, {.recipes = std::move(recipes)});
+}
+
+TEST(Verdict, MeasuresForwardAndBackwardApart) {
+  const auto net = two_branches(1);
+  const auto report = of(*net, {"fp32", "e4m3fn/none", "none/e5m2", "fp8"});
+  EXPECT_EQ(report.recipes[0].error.score(), 0);
+  EXPECT_EQ(report.recipes[1].error.backward, 0);
+  EXPECT_GT(report.recipes[1].error.forward, 0.001);
+  EXPECT_EQ(report.recipes[2].error.forward, 0);
+  EXPECT_GT(report.recipes[2].error.backward, 0.001);
+  EXPECT_EQ(report.recipes[3].error.forward, report.recipes[1].error.forward);
+  EXPECT_EQ(report.recipes[3].error.backward, report.recipes[2].error.backward);
+  EXPECT_EQ(report.batches, 2);
+  EXPECT_EQ(report.full_gradients, 2) << "shared by all recipes";
+  EXPECT_EQ(report.gradients, 2 + 2 * (2 + 1 + 1 + 2));
+}
+
+TEST(Verdict, TheErrorIsThatOfTheWholeGradientAsSimulateFormatRoundsIt) {
+  const auto net = two_branches(1);
+  const auto parts = batch();
+  const auto gradient = [&](GraphModule& graph) {
+    std::vector<at::Tensor> parameters, flat;
+    for (const Attr& attr : graph.state()) parameters.push_back(attr.tensor);
+    for (const auto& g : torch::autograd::grad({parts[0](graph)}, parameters)) flat.push_back(g.flatten());
+    return at::cat(flat);
+  };
+  const at::Tensor full = gradient(*net);
+  const auto rounded = derive(*net);
+  simulate_format(*rounded, {.fwd = "none", .bwd = "mxfp4-RN"});
+  const double error = ((gradient(*rounded) - full).norm() / full.norm()).item<double>();
+  const auto report = verdict(*net, {parts}, {.recipes = {"mxfp4"}, .explain = false});
+  EXPECT_NEAR(report.recipes[0].error.backward, error, 1e-6);
+}
+
+TEST(Verdict, ALossScaleMendsGradientsBelowTheRangeOfAFormat) {
+  const auto report = of(*two_branches(std::ldexp(1.0, -30)), {"fp8"});
+  const RecipeVerdict& fp8 = report.recipes[0];
+  EXPECT_EQ(fp8.error.verdict(), VerdictClass::No);
+  EXPECT_TRUE(fp8.lacks_range());
+  EXPECT_GE(fp8.remedy.loss_scale, std::ldexp(1.0, 12));
+  EXPECT_TRUE(fp8.products.empty());
+  EXPECT_EQ(fp8.remedied.verdict(), VerdictClass::Ok);
+  EXPECT_THAT(fp8.sentence(), HasSubstr("What it lacks is range: with a loss scale of 2^"));
+  EXPECT_EQ(report.best(), &fp8);
+  EXPECT_THAT(report.recipe_file(), HasSubstr("\nloss-scale = "));
+}
+
+TEST(Verdict, NamesTheProductAndDirectionThatStandInTheWay) {
+  const auto report = of(*two_branches(1, std::ldexp(1.0, -40)), {"none/e5m2", "bf16"});
+  const RecipeVerdict& fp8 = report.recipes[0];
+  EXPECT_EQ(fp8.error.verdict(), VerdictClass::No);
+  ASSERT_EQ(fp8.products.size(), 3u);
+  EXPECT_EQ(fp8.products[0].product, "small");
+  EXPECT_TRUE(fp8.products[0].backward);
+  EXPECT_GT(fp8.products[0].gain, 10 * std::abs(fp8.products[1].gain));
+  EXPECT_EQ(fp8.remedied.verdict(), VerdictClass::Ok);
+  EXPECT_THAT(fp8.remedy.products, ElementsAre(ProductFormats{"small", {}, "bf16-RN"}));
+  EXPECT_THAT(fp8.sentence(), HasSubstr("the backward of small in bf16-RN"));
+  EXPECT_EQ(report.recipes[1].error.verdict(), VerdictClass::Ok);
+  EXPECT_THAT(report.recipes[1].sentence(), HasSubstr("bf16: ok"));
+  EXPECT_THAT(report.to_text(), HasSubstr("small    backward"));
+}
+
+TEST(Verdict, LeavesGradientsBuffersAndGeneratorsAsTheyWere) {
+  torch::manual_seed(0);
+  State state;
+  parameter(state, "w", randn_there({8, 8}));
+  state.add({"mean", AttrKind::Buffer, at::zeros({8})});
+  state.add({"var", AttrKind::Buffer, at::ones({8})});
+  const auto net = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w"
+      %m = get_attr "mean" %v = get_attr "var"
+      %y: f32[4, 8] = aten::linear(%x, %w)
+      %n: f32[4, 8] = aten::batch_norm(%y, None, None, %m, %v, True, 0.1, 1e-5, False)
+      %d: f32[4, 8] = aten::dropout(%n, 0.5, True) %s: f32[4, 8] = aten::mul.Tensor(%d, %d)
+      %loss: f32[] = aten::sum(%s) output(%loss) })",
+                             std::move(state));
+  const at::Tensor x = randn_there({4, 8});
+  const Verdict::Parts parts{[x](GraphModule& graph) { return graph(x); }};
+  const at::Tensor before = at::detail::getDefaultCPUGenerator().get_state().clone();
+  const auto report = verdict(*net, {parts}, {.recipes = {"fp32", "mxfp4-SR"}});
+  EXPECT_EQ(report.recipes[0].error.score(), 0) << "dropout draws the same mask in every graph";
+  EXPECT_FALSE(net->state().get("w").tensor.grad().defined());
+  EXPECT_TRUE(net->state().get("mean").tensor.equal(at::zeros({8})));
+  EXPECT_TRUE(net->state().get("var").tensor.equal(at::ones({8})));
+  EXPECT_TRUE(at::detail::getDefaultCPUGenerator().get_state().equal(before));
+}
+
+TEST(Verdict, PartsOfABatchAreOneGradient) {
+  const auto net = two_branches(1);
+  const auto whole = batch();
+  const auto half = [&](GraphModule& graph) { return whole[0](graph) * 0.5; };
+  const auto one = verdict(*net, {whole}, {.recipes = {"mxfp4"}, .explain = false});
+  const auto two = verdict(*net, {Verdict::Parts{half, half}}, {.recipes = {"mxfp4"}, .explain = false});
+  EXPECT_NEAR(one.recipes[0].error.backward, two.recipes[0].error.backward, 1e-6);
+}
+
+TEST(Verdict, MeasuresScaleFactorsAndUnitScaledModelsToo) {
+  const auto report = of(*two_branches(std::ldexp(1.0, -30)), default_verdict_recipes());
+  for (const RecipeVerdict& recipe : report.recipes) {
+    EXPECT_EQ(recipe.problem, "") << recipe.name;
+    EXPECT_GT(recipe.error.score(), 0) << recipe.name;
+    const bool has_range = recipe.recipe.scales != "" || recipe.name == "bf16" || recipe.name == "mxfp8";
+    if (recipe.name.ends_with("fp4")) continue;
+    EXPECT_EQ(recipe.error.verdict() == VerdictClass::Ok, has_range) << recipe.sentence();
+  }
+}
+
+TEST(Verdict, WhatCannotBeMeasuredIsAnErrorThatSaysSo) {
+  const auto net = two_branches(1);
+  EXPECT_THAT(message_of([&] { verdict(*net, {batch()}, {.recipes = {"fp9"}}); }), HasSubstr("'fp9' is no recipe"));
+  const Verdict::Parts zero{[&](GraphModule& graph) { return batch()[0](graph) * 0; }};
+  EXPECT_THAT(message_of([&] { verdict(*net, {zero}, {.recipes = {"bf16"}}); }), HasSubstr("gradient of the batch is zero"));
+  const Verdict::Parts none{[&](GraphModule& graph) { return at::ones({}); }};
+  EXPECT_THAT(message_of([&] { verdict(*net, {none}, {.recipes = {"bf16"}}); }), HasSubstr("no number with a gradient"));
+  EXPECT_THAT(message_of([&] { verdict(*net, {}); }), HasSubstr("no batch was measured"));
+}
+
+TEST(Verdict, MeasuresHalfOfItsStepsBehindTheWarmUp) {
+  EXPECT_THAT(verdict_steps(4, 0), ElementsAre(1, 2, 3, 4));
+  EXPECT_THAT(verdict_steps(4, 20), ElementsAre(1, 2, 21, 22));
+  EXPECT_THAT(verdict_steps(3, 1), ElementsAre(1, 2, 3));
+  EXPECT_THAT(verdict_steps(1, 9), ElementsAre(1));
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,151 @@
+"""Which number format a model trains in: :func:`verdict`."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _C
+from ._capture.forward import capture
+from ._errors import Error, ErrorKind
+from ._graph_module import GraphModule
+from ._state import sync_state
+
+
+class Verdict:
+    """The result of :func:`verdict`. ``print(it)`` shows the conclusion, every recipe, and what stands in its way."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        found = json.loads(engine.to_json())
+        self.conclusion: str = found["conclusion"]
+        """A sentence: the fewest bits that will do, and how."""
+        self.recipe: str = found["file"]
+        """The recommended recipe as a file's text, for ``simulate_format(recipe=...)``, ``use_fp8(recipe=...)`` and
+        ``plumb train --formats``."""
+        self.recipes: dict[str, dict[str, Any]] = {one["recipe"]: one for one in found["recipes"]}
+        """By name: ``backward``, ``forward`` (errors of the gradient; None if it is not finite), ``score``, ``verdict``
+        (``"ok"``, ``"doubtful"``, ``"no"``), ``sentence``, ``products`` (``product``, ``direction``, ``gain``, the largest
+        gain first), ``remedied`` (the errors with the remedy) and ``file`` (the remedy as a recipe)."""
+        self.gradients: int = found["gradients"]
+        """The number of gradients that were computed, in full precision and rounded."""
+
+    def page(self, path: str, model: str = "") -> None:
+        """Writes the verdict as an HTML page, which needs no other file."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self._engine.page(model))
+
+    def __str__(self) -> str:
+        return self._engine.to_text()
+
+    def __repr__(self) -> str:
+        classes = (f"{name} {one.get('verdict', 'not measured')}" for name, one in self.recipes.items())
+        return f"<Verdict: {', '.join(classes)}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def verdict(
+    net: nn.Module,
+    data: Iterable,
+    loss: Callable[..., Tensor] | None = None,
+    *,
+    recipes: Sequence[str] | None = None,
+    steps: int = 4,
+    warmup: int = 0,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    explain: bool = True,
+) -> Verdict:
+    """Says in which number formats `net` will train, and what stands in the way, from the gradients of a few batches.
+
+    ::
+
+        print(plumb.verdict(net, loader, torch.nn.functional.cross_entropy, recipes=["fp8", "mxfp4"]))
+
+    Gradients are rounded by each recipe forward only and backward only, and compared with those of the module as it is,
+    which is trained meanwhile: a copy of it, so that nothing of `net` changes, and no random number is drawn.
+
+    data: batches, ``inputs`` or ``(inputs, targets)``, each a tensor or a tuple of tensors, all of one shape.
+    loss: takes the module's output and the targets. None: the module returns its loss, and a batch is its inputs.
+    recipes: names (``"fp16"``, ``"bf16"``, ``"fp8"``, ``"unit-fp8"``, ``"tensorwise"``, ``"rowwise"``, ``"blocks128"``, ``"mxfp8"``,
+        ``"nvfp4"``, ``"mxfp4"``, any other format, ``"e4m3fn-SR/none"`` forward and backward) and recipe files (``NAME.toml``).
+        None: those named here.
+    steps: as many are measured, half of them behind `warmup` steps of the training.
+    optimizer: makes the optimizer of the copy's parameters, ``lambda p: torch.optim.AdamW(p, lr=3e-4)``; None: AdamW as
+        it comes.
+    explain: look for what mends a recipe that is not ok: a loss scale, unit scaling, products in a wider format.
+
+    A forecast of the loss is not made: the classes *ok*, *doubtful* and *no* are what a few gradients can tell. Raises
+    :class:`plumb.Error` for a module that :func:`plumb.capture` refuses, and for data that ends too early.
+    """
+    if steps < 1 or warmup < 0:
+        raise Error(f"steps={steps}, warmup={warmup}", remedy="at least one step, and no negative warm-up")
+    names = list(_C.default_verdict_recipes() if recipes is None else recipes)
+    measured = _C.verdict_steps(steps, warmup)
+    devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        return _judge(copy.deepcopy(net), iter(data), loss, names, measured, optimizer, explain)
+
+
+def _judge(
+    net: nn.Module,
+    batches: Any,
+    loss: Callable[..., Tensor] | None,
+    names: list[str],
+    measured: list[int],
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None,
+    explain: bool,
+) -> Verdict:
+    graph = engine = optimizer = None
+    step = 0
+    while True:
+        step, batch = step + 1, next(batches, None)
+        if batch is None:
+            raise Error(
+                f"the data ended after {step - 1} batches, and {measured[-1]} are needed",
+                kind=ErrorKind.InvalidArgument,
+                remedy="more batches, or fewer steps",
+            )
+        inputs, targets = batch if loss is not None else (batch, None)
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        if graph is None:
+            graph = net if isinstance(net, GraphModule) else capture(net, *inputs)
+            sync_state(graph._engine, graph._slots)
+            engine = _C.Verdict(graph._engine, names, explain)
+            parameters = [p for p in graph.parameters() if p.requires_grad]
+            optimizer = make_optimizer(parameters) if make_optimizer else torch.optim.AdamW(parameters)
+        of_batch = _Losses(graph, inputs, targets, loss)
+        if step in measured:
+            engine.measure(of_batch)
+        if step == measured[-1]:
+            return Verdict(engine.conclude(of_batch))
+        optimizer.zero_grad()
+        of_batch(graph._engine).backward()
+        optimizer.step()
+
+
+class _Losses:
+    """The loss of a batch by an engine that takes what the graph takes."""
+
+    def __init__(self, graph: GraphModule, inputs: tuple, targets: Any, loss: Callable[..., Tensor] | None):
+        self.graph, self.inputs, self.targets, self.loss = graph, inputs, targets, loss
+
+    def __call__(self, engine: Any) -> Tensor:
+        graph = self.graph if engine is self.graph._engine else self.graph.on(engine)
+        out = graph(*self.inputs)
+        if self.loss is not None:
+            return self.loss(out, self.targets)
+        if isinstance(out, dict):
+            out = out.get("loss", out)
+        if isinstance(out, (tuple, list)) and out:
+            out = out[0]
+        if not isinstance(out, Tensor):
+            raise Error(f"the module returns a {type(out).__name__} and no loss", remedy="verdict(net, data, loss)")
+        return out

@@ -1,0 +1,147 @@
+"""plumb.verdict: in which number formats a module will train, and what stands in the way."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import plumb
+from plumb.transforms import report, simulate_format, unit_scale, use_fp8
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(F.dropout(F.gelu(self.norm(self.body(x))), 0.1, self.training))
+
+
+def batches(number, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(number):
+        yield torch.randn(64, 16, generator=generator) * scale, torch.randint(4, (64,), generator=generator)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_a_verdict_tells_recipes_apart_by_direction(net):
+    found = plumb.verdict(net, batches(4), F.cross_entropy, recipes=["fp32", "none/e5m2", "e4m3fn/none", "mxfp4", "bf16"])
+    by = found.recipes
+    assert by["fp32"]["score"] == 0 and by["bf16"]["verdict"] == "ok"
+    assert by["none/e5m2"]["forward"] == 0 < by["none/e5m2"]["backward"]
+    assert by["e4m3fn/none"]["backward"] == 0 < by["e4m3fn/none"]["forward"]
+    assert by["mxfp4"]["score"] > by["bf16"]["score"]
+    assert str(found).startswith(found.conclusion) and "mxfp4" in repr(found)
+
+
+def test_nothing_of_a_module_changes_by_its_verdict(net):
+    before, random = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    plumb.verdict(net, batches(4), F.cross_entropy, recipes=["mxfp4-SR", "unit-fp8", "tensorwise"], warmup=1)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None and not hasattr(p, "mup_type") for p in net.parameters())
+
+
+def test_every_usual_recipe_is_measured(net):
+    found = plumb.verdict(net, batches(2), F.cross_entropy, steps=2, explain=False)
+    assert set(found.recipes) == {"fp16", "bf16", "fp8", "unit-fp8", "tensorwise", "rowwise", "blocks128", "mxfp8", "nvfp4", "mxfp4"}
+    assert all("problem" not in one and one["score"] > 0 for one in found.recipes.values())
+
+
+class Tiny(nn.Module):
+    """Returns its loss, whose gradients are far below e5m2's range."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y) * 2.0**-30
+
+
+def test_the_recommended_recipe_does_what_the_verdict_says(net, tmp_path):
+    module = Tiny()
+    found = plumb.verdict(module, batches(2), recipes=["fp8"], steps=2)
+    assert found.recipes["fp8"]["verdict"] == "no" and "loss-scale = " in found.recipe, found
+    assert found.recipes["fp8"]["remedied"]["verdict"] == "ok"
+    file = tmp_path / "recipe.toml"
+    file.write_text(found.recipe)
+    x, y = next(batches(1))
+
+    def gradient(model):
+        torch.manual_seed(0)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(model(x, y), list(model.parameters()))])
+
+    full = gradient(module)
+
+    def error(model):
+        return float((gradient(model) - full).norm() / full.norm())
+
+    assert error(simulate_format(module, "e4m3fn-RN", "e5m2-RN")) > 0.5
+    for recipe in (file, found.recipe):
+        assert error(simulate_format(module, recipe=recipe)) < 0.15
+    fp8 = use_fp8(module, recipe=file, kernel="decoded")
+    assert error(fp8) < 0.15
+    assert "plumb::fp8_linear" in str(report(fp8)[-1])
+
+
+def test_a_page_has_the_conclusion_and_the_recipe(net, tmp_path):
+    found = plumb.verdict(net, batches(2), F.cross_entropy, steps=2, recipes=["mxfp4"])
+    found.page(tmp_path / "page.html", "a net")
+    text = (tmp_path / "page.html").read_text()
+    assert "Number formats of a net" in text and "The recipe" in text
+
+
+def test_recipes_and_verdicts_are_refused_by_name(net):
+    def refused(match, call):
+        with pytest.raises(plumb.Error, match=match):
+            call()
+
+    refused("'fp9' is no recipe", lambda: plumb.verdict(net, batches(2), F.cross_entropy, recipes=["fp9"]))
+    refused("the data ended after 2 batches, and 4 are needed", lambda: plumb.verdict(net, batches(2), F.cross_entropy))
+    refused("at least one step", lambda: plumb.verdict(net, batches(2), F.cross_entropy, steps=0))
+    refused("no number with a gradient", lambda: plumb.verdict(net, [(torch.randn(64, 16),)] * 4))
+    refused("a recipe says all formats", lambda: simulate_format(net, "e4m3fn", recipe="fp8"))
+    refused("needs two formats, or a recipe", lambda: simulate_format(net, "e4m3fn"))
+    refused("no other option goes with it", lambda: use_fp8(net, recipe="x.toml", exclude=["head"]))
+    x = torch.randn(64, 16)
+    named = simulate_format(net, recipe='fwd = "mxfp4"\n[[product]]\nname = "tail"\nfwd = "none"\n')
+    refused("the recipe names the product 'tail'", lambda: named(x))
+    refused("the recipe is for a unit-scaled model", lambda: simulate_format(net, recipe="unit-fp8")(x))
+    simulate_format(unit_scale(net), recipe="unit-fp8")(x)
+
+
+def test_a_verdict_from_a_training_changes_no_bit_of_it(net, tmp_path):
+    class Hooks:
+        def __init__(self):
+            self.losses, self.events = [], []
+
+        def on_step(self, event):
+            self.losses.append(event["loss"])
+
+        def on_event(self, event):
+            self.events.append(event)
+
+    data = list(batches(6))
+    runs = []
+    for options in ({}, {"verdict": ["fp8", "mxfp4"], "verdict_page": tmp_path / "v.html", "verdict_recipe": tmp_path / "v.toml"}):
+        graph = plumb.capture(copy.deepcopy(net), data[0][0])
+        hooks = Hooks()
+        plumb.Trainer(graph, data, hooks=hooks, steps=6, lr=0.01, warmup=2, threads=1, **options).run()
+        runs.append((hooks, graph.state_dict()))
+    (plain, plain_state), (judged, judged_state) = runs
+    assert judged.losses == plain.losses
+    assert all(torch.equal(value, plain_state[name]) for name, value in judged_state.items())
+    (event,) = [e for e in judged.events if "verdict" in e]
+    assert event["at_step"] == 4 and event["verdict"]["batches"] == 4
+    assert json.dumps(event["verdict"]) and (tmp_path / "v.toml").read_text() == event["verdict"]["file"]
+    assert event["verdict"]["conclusion"].split(":")[0] in (tmp_path / "v.html").read_text()
