@@ -111,7 +111,8 @@ at::Tensor backward_handle(const at::Tensor& output) {
 
 std::optional<GradientMeta> gradient_meta(const at::Tensor& output) {
   if (!output.defined() || !output.requires_grad()) return std::nullopt;
-  return meta_of(torch::autograd::impl::gradient_edge(output));
+  const Edge edge = torch::autograd::impl::gradient_edge(output);
+  return edge.function ? std::optional(meta_of(edge)) : std::nullopt;
 }
 
 InputBoundary::InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient)

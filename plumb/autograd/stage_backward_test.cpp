@@ -184,6 +184,15 @@ TEST(StageBackward, TakesViewsAsOutputs) {
       {at::randn({4, 8})}, {w});
 }
 
+TEST(StageBackward, SkipsAViewMadeWithoutGradMode) {
+  const auto x = weight({3}), made = x * 2;
+  at::NoGradGuard no_grad;
+  const auto view = made.view({3, 1});
+  ASSERT_TRUE(view.requires_grad()) << "as its base does";
+  EXPECT_FALSE(gradient_meta(view).has_value());
+  EXPECT_FALSE(stage_backward({view}, {at::ones({3, 1})}, Tensors{x})[0].defined());
+}
+
 TEST(StageBackward, TakesIntegerInputsAtTheFirstStage) {
   auto table = weight({10, 8}), w = weight({8, 8});
   expect_equal_to_backward([&](const Tensors& in) -> Tensors { return {at::linear(at::embedding(table, in[0]), w)}; },
