@@ -59,7 +59,9 @@ struct RecipeVerdict {
   std::vector<ProductVerdict> products;  // the largest gain first; empty where range is the remedy
 
   bool changed() const { return !(remedy == recipe); }
-  bool lacks_range() const { return remedy.loss_scale != recipe.loss_scale || remedy.unit_scaled != recipe.unit_scaled; }
+  bool lacks_range() const {
+    return remedy.loss_scale != recipe.loss_scale || remedy.unit_scaled != recipe.unit_scaled;
+  }
   std::string sentence() const;
 };
 
@@ -84,7 +86,7 @@ std::vector<std::string> default_verdict_recipes();
 
 struct VerdictOptions {
   std::vector<std::string> recipes = default_verdict_recipes();  // as read_recipe() takes them
-  bool explain = true;  // looks for remedies of recipes that are not ok
+  bool explain = true;                                           // looks for remedies of recipes that are not ok
   std::function<void(const std::string& what)> phase = {};
 };
 
