@@ -58,33 +58,25 @@ std::string RecipeVerdict::sentence() const {
 const RecipeVerdict* VerdictReport::best() const {
   const RecipeVerdict* best = nullptr;
   const auto rank = [](const RecipeVerdict& v) {
-    return std::tuple(bits_of(v.remedy), v.remedy.products.size(), v.changed(), v.remedied.score());
+    const bool ok = v.remedied.verdict() == VerdictClass::Ok;
+    return std::tuple(!ok, ok ? bits_of(v.remedy) : 0, ok ? v.remedy.products.size() : 0, ok && v.changed(),
+                      v.remedied.score());
   };
   for (const RecipeVerdict& v : recipes) {
-    if (!v.problem.empty() || v.remedied.verdict() != VerdictClass::Ok) continue;
-    if (best == nullptr || rank(v) < rank(*best)) best = &v;
+    if (v.problem.empty() && (best == nullptr || rank(v) < rank(*best))) best = &v;
   }
   return best;
 }
 
 std::string VerdictReport::conclusion() const {
-  if (const RecipeVerdict* found = best()) {
-    return "The fewest bits that will do: " + found->sentence();
-  }
-  const RecipeVerdict* nearest = nullptr;
-  for (const RecipeVerdict& v : recipes) {
-    if (v.problem.empty() && (nearest == nullptr || v.remedied.score() < nearest->remedied.score())) nearest = &v;
-  }
-  if (nearest == nullptr) return "No recipe could be measured.";
-  return "No recipe is ok. The nearest: " + nearest->sentence();
+  const RecipeVerdict* found = best();
+  if (found == nullptr) return "No recipe could be measured.";
+  const bool ok = found->remedied.verdict() == VerdictClass::Ok;
+  return (ok ? "The fewest bits that will do: " : "No recipe is ok. The nearest: ") + found->sentence();
 }
 
 std::string VerdictReport::recipe_file() const {
   const RecipeVerdict* chosen = best();
-  for (const RecipeVerdict& v : recipes) {
-    if (best() != nullptr || !v.problem.empty()) continue;
-    if (chosen == nullptr || v.remedied.score() < chosen->remedied.score()) chosen = &v;
-  }
   if (chosen == nullptr) return "";
   return c10::str("# ", chosen->name, ": error of the gradient ", score_text(chosen->remedied.backward), " backward, ",
                   score_text(chosen->remedied.forward), " forward: ", to_string(chosen->remedied.verdict()), "\n",
