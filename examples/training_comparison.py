@@ -147,7 +147,9 @@ def judge(model: str, scaled: bool, rate: float, batch: int, data) -> dict[str, 
         optimizer=lambda p: WarmingUp(make_optimizer(p, scaled, rate), warm),
         explain=False,
     )
-    return {run: [found.recipes[name][what] for what in ("backward", "forward", "verdict")] for run, name in runs.items()}
+    return {
+        run: [found.recipes[name][what] for what in ("backward", "forward", "verdict")] for run, name in runs.items()
+    }
 
 
 def train(model: str, run: str, rate: float, batch: int, data) -> list[float]:
@@ -205,7 +207,10 @@ def counted(results: dict, verdicts: dict) -> str:
 
 
 def markdown(results: dict, model: str, verdicts: dict) -> str:
-    lines = ["| run | " + " | ".join(f"batch {b}" for b in BATCHES[model]) + " |", "|---|" + "---|" * len(BATCHES[model])]
+    lines = [
+        "| run | " + " | ".join(f"batch {b}" for b in BATCHES[model]) + " |",
+        "|---|" + "---|" * len(BATCHES[model]),
+    ]
     for run in RUNS:
         cells = []
         for batch in BATCHES[model]:
@@ -237,7 +242,13 @@ def picture(results: dict, model: str, batch: int, path: Path) -> None:
         smooth = [np.mean(losses[max(0, j - 9) : j + 1]) for j in range(len(losses))]
         if run == "FP32":
             highest = smooth[len(smooth) // 10]
-        axes.plot(smooth, label=f"{run}, rate {rate:g}", color=COLOURS[i], ls="--" if "stoch" in run else "-", lw=4 if run.endswith("FP32") else 1.5)
+        axes.plot(
+            smooth,
+            label=f"{run}, rate {rate:g}",
+            color=COLOURS[i],
+            ls="--" if "stoch" in run else "-",
+            lw=4 if run.endswith("FP32") else 1.5,
+        )
     axes.set(xlabel="step", ylabel="loss in nats (mean of 10 steps)", title=f"{model}, batch {batch}")
     axes.set_ylim(top=highest)  # without the first steps, in which all fall alike, and what diverges
     axes.grid(alpha=0.3)
@@ -250,7 +261,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["gpt", "convnet"], default=["gpt", "convnet"])
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "data" / "training")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "data" / "training"
+    )
     parser.add_argument("--verdict", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -262,7 +275,9 @@ def main() -> None:
 
     def keep(path, values):
         beside = path.with_suffix(".part")
-        beside.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(values.items())) + "\n}\n")
+        beside.write_text(
+            "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(values.items())) + "\n}\n"
+        )
         beside.replace(path)
 
     def run_once(model, run, rate, batch, data):
@@ -281,7 +296,11 @@ def main() -> None:
         found = judge(model, scaled, rate, batch, data)
         verdicts.update({key(model, run, rate, batch): of_run for run, of_run in found.items()})
         keep(judged, verdicts)
-        print(key(model, "unit-scaled" if scaled else "plain", rate, batch), {k: v[-1] for k, v in found.items()}, flush=True)
+        print(
+            key(model, "unit-scaled" if scaled else "plain", rate, batch),
+            {k: v[-1] for k, v in found.items()},
+            flush=True,
+        )
 
     for model in args.models:
         data = Text() if model == "gpt" else Shapes()

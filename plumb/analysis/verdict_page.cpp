@@ -17,7 +17,8 @@ HtmlReport verdict_page(const VerdictReport& report, const std::string& model) {
     if (recipe.changed()) page.code(recipe.remedy.to_toml());
   }
   if (const std::string file = report.recipe_file(); !file.empty()) {
-    page.section("The recipe").prose("For `plumb train --formats`, `simulate_format(recipe=...)` and `use_fp8(recipe=...)`.");
+    page.section("The recipe")
+        .prose("For `plumb train --formats`, `simulate_format(recipe=...)` and `use_fp8(recipe=...)`.");
     page.code(file);
   }
   return page;

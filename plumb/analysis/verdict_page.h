@@ -8,8 +8,8 @@
 
 namespace plumb {
 
-// A sentence that concludes, recipe x (backward, forward, verdict), the products in the way of each recipe, worst first,
-// and the recipe to copy. `model`: its name, for the title; may be empty.
+// A sentence that concludes, recipe x (backward, forward, verdict), the products in the way of each recipe, worst
+// first, and the recipe to copy. `model`: its name, for the title; may be empty.
 HtmlReport verdict_page(const VerdictReport& report, const std::string& model);
 
 }  // namespace plumb

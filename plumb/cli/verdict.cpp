@@ -52,8 +52,9 @@ void add_verdict(CLI::App& app) {
   CLI::App* sub = app.add_subcommand(
       "verdict", "In which number formats a .pt2 file's model will train, and what stands in the way");
   for (const char* name : {"file", "data"}) add_field(sub, train_field(name), o->texts)->required();
-  for (const char* name : {"weights", "data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "optimizer",
-                           "lr", "weight-decay", "clip", "warmup", "batch", "microbatches", "seed", "device", "threads"})
+  for (const char* name :
+       {"weights", "data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "optimizer", "lr",
+        "weight-decay", "clip", "warmup", "batch", "microbatches", "seed", "device", "threads"})
     add_field(sub, train_field(name), o->texts);
   sub->add_option("--recipes", o->recipes,
                   "fp16, bf16, fp8, unit-fp8, tensorwise, rowwise, blocks128, mxfp8, nvfp4, mxfp4, any other format, "
@@ -64,9 +65,10 @@ void add_verdict(CLI::App& app) {
       ->capture_default_str();
   sub->add_option("--html", o->html, "A page of it");
   sub->add_option("-o", o->out, "A file of the recipe it ends with, for plumb train --formats; - prints it");
-  sub->add_flag("--json", o->json,
-                "{conclusion, recipes: [{recipe, backward, forward, score, verdict, sentence, remedied, file, products: "
-                "[{product, direction, gain}]}], file, batches, gradients, full_gradients}");
+  sub->add_flag(
+      "--json", o->json,
+      "{conclusion, recipes: [{recipe, backward, forward, score, verdict, sentence, remedied, file, products: "
+      "[{product, direction, gain}]}], file, batches, gradients, full_gradients}");
   sub->footer("Example:\n  plumb verdict gpt.pt2 --data text.bin --recipes fp8,mxfp4 -o recipe.toml");
   sub->callback([o] { judge(*o); });
 }

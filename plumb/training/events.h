@@ -105,9 +105,7 @@ struct Concluded {
   nlohmann::json verdict;  // VerdictReport::to_json()
   int64_t at_step = 0;
   std::string text;
-  static void keys(auto& e, auto&& key) {
-    key("verdict", e.verdict), key("at_step", e.at_step), key("text", e.text);
-  }
+  static void keys(auto& e, auto&& key) { key("verdict", e.verdict), key("at_step", e.at_step), key("text", e.text); }
 };
 struct Drew {
   std::string path;
@@ -143,8 +141,7 @@ struct TrainNeeds {
 using TrainEvent = std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped,
                                 event::Evaluated, event::Recomputed, event::CheckpointWritten, event::CheckpointProblem,
                                 event::LogProblem, event::FaultInjected, event::Restarted, event::Interrupted,
-                                event::Saved, event::Dumped, event::Concluded, event::Drew,
-                                TrainNeeds>;
+                                event::Saved, event::Dumped, event::Concluded, event::Drew, TrainNeeds>;
 
 // Returns the event as the help of --json lists it. Numbers that are not finite become null when it is printed.
 nlohmann::json to_json(const TrainEvent& event);

@@ -109,13 +109,15 @@ std::vector<TrainField> step_fields() {
       field("autocast", &O::autocast,
             "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",
             Choices{"none", "bf16"}, kSameRun),
-      field("formats", &O::formats,
-            "Products simulated in number formats: a recipe file of plumb verdict (NAME.toml), fp8, mxfp8, bf16, mxfp4, "
-            "FORWARD/BACKWARD, ...",
-            kAnything, kSameRun),
-      list("verdict", &O::verdict,
-           "fp8,mxfp4: says in which of these number formats the model will train, and what stands in the way, from the "
-           "gradients of a few steps; all: the usual ones. The training stays as it is, bit for bit"),
+      field(
+          "formats", &O::formats,
+          "Products simulated in number formats: a recipe file of plumb verdict (NAME.toml), fp8, mxfp8, bf16, mxfp4, "
+          "FORWARD/BACKWARD, ...",
+          kAnything, kSameRun),
+      list(
+          "verdict", &O::verdict,
+          "fp8,mxfp4: says in which of these number formats the model will train, and what stands in the way, from the "
+          "gradients of a few steps; all: the usual ones. The training stays as it is, bit for bit"),
       field("verdict-steps", &O::verdict_steps,
             "The verdict is measured in so many steps, half of them behind --warmup", whole_number(1, 1000)),
       {"verdict-page", &O::verdict_page, "An HTML page of the verdict"},
@@ -235,7 +237,8 @@ std::vector<TrainField> output_fields() {
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
        "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
        "bubble, "
-       "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {verdict, at_step, text}, {drew, "
+       "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, "
+       "{verdict, at_step, text}, {drew, "
        "bubble, conclusion}"},
   };
 }

@@ -21,7 +21,9 @@ VerdictOptions verdict_options(const TrainOptions& o) {
 
 void check_verdict(const TrainOptions& o, const TrainJob& job) {
   if (o.verdict.empty()) {
-    const std::string option = !o.verdict_page.empty() ? "--verdict-page" : !o.verdict_recipe.empty() ? "--verdict-recipe" : "";
+    const std::string option = !o.verdict_page.empty()     ? "--verdict-page"
+                               : !o.verdict_recipe.empty() ? "--verdict-recipe"
+                                                           : "";
     if (!option.empty()) throw UsageError(option + ": no verdict is asked for", "--verdict all");
     return;
   }

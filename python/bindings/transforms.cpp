@@ -61,7 +61,8 @@ py::dict simulate(GraphModule& engine, const std::string& fwd, const std::string
                   const std::vector<std::string>& operators, const std::vector<std::string>& exclude,
                   const std::string& recipe) {
   if (!recipe.empty())
-    return reported("simulate_format", engine, [&](Report* r) { return apply_recipe(engine, parse_recipe(recipe), r); });
+    return reported("simulate_format", engine,
+                    [&](Report* r) { return apply_recipe(engine, parse_recipe(recipe), r); });
   const SimulateFormatOptions options{.fwd = fwd, .bwd = bwd, .operators = operators, .exclude = exclude};
   return reported("simulate_format", engine, [&](Report* r) { return simulate_format(engine, options, r); });
 }

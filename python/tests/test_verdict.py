@@ -34,7 +34,9 @@ def net():
 
 
 def test_a_verdict_tells_recipes_apart_by_direction(net):
-    found = plumb.verdict(net, batches(4), F.cross_entropy, recipes=["fp32", "none/e5m2", "e4m3fn/none", "mxfp4", "bf16"])
+    found = plumb.verdict(
+        net, batches(4), F.cross_entropy, recipes=["fp32", "none/e5m2", "e4m3fn/none", "mxfp4", "bf16"]
+    )
     by = found.recipes
     assert by["fp32"]["score"] == 0 and by["bf16"]["verdict"] == "ok"
     assert by["none/e5m2"]["forward"] == 0 < by["none/e5m2"]["backward"]
@@ -53,7 +55,18 @@ def test_nothing_of_a_module_changes_by_its_verdict(net):
 
 def test_every_usual_recipe_is_measured(net):
     found = plumb.verdict(net, batches(2), F.cross_entropy, steps=2, explain=False)
-    assert set(found.recipes) == {"fp16", "bf16", "fp8", "unit-fp8", "tensorwise", "rowwise", "blocks128", "mxfp8", "nvfp4", "mxfp4"}
+    assert set(found.recipes) == {
+        "fp16",
+        "bf16",
+        "fp8",
+        "unit-fp8",
+        "tensorwise",
+        "rowwise",
+        "blocks128",
+        "mxfp8",
+        "nvfp4",
+        "mxfp4",
+    }
     assert all("problem" not in one and one["score"] > 0 for one in found.recipes.values())
 
 
@@ -133,7 +146,10 @@ def test_a_verdict_from_a_training_changes_no_bit_of_it(net, tmp_path):
 
     data = list(batches(6))
     runs = []
-    for options in ({}, {"verdict": ["fp8", "mxfp4"], "verdict_page": tmp_path / "v.html", "verdict_recipe": tmp_path / "v.toml"}):
+    for options in (
+        {},
+        {"verdict": ["fp8", "mxfp4"], "verdict_page": tmp_path / "v.html", "verdict_recipe": tmp_path / "v.toml"},
+    ):
         graph = plumb.capture(copy.deepcopy(net), data[0][0])
         hooks = Hooks()
         plumb.Trainer(graph, data, hooks=hooks, steps=6, lr=0.01, warmup=2, threads=1, **options).run()

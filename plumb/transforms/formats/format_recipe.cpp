@@ -24,7 +24,8 @@ namespace plumb {
 namespace {
 
 const char* const kRecipeNames =
-    "fp8, mxfp8, tensorwise, rowwise, blocks128, a format (bf16, mxfp4, ...), FORWARD/BACKWARD, NAME.toml; unit- before "
+    "fp8, mxfp8, tensorwise, rowwise, blocks128, a format (bf16, mxfp4, ...), FORWARD/BACKWARD, NAME.toml; unit- "
+    "before "
     "and -SR behind most of them";
 
 std::string format_or_none(const std::string& text) {
@@ -112,7 +113,8 @@ class RecipeReader {
 };
 
 std::string quoted(const std::string& text) {
-  const bool plain = std::ranges::all_of(text, [](unsigned char c) { return c >= ' ' && c < 127 && c != '"' && c != '\\'; });
+  const bool plain =
+      std::ranges::all_of(text, [](unsigned char c) { return c >= ' ' && c < 127 && c != '"' && c != '\\'; });
   if (plain) return '"' + text + '"';
   std::ostringstream out;
   out << toml::value<std::string>(text);
@@ -140,7 +142,8 @@ bool scale_gradient_of(Graph& graph, Node* node, double factor) {
 
 void FormatRecipe::check() const {
   format_or_none(fwd), format_or_none(bwd);
-  for (const ProductFormats& p : products) format_or_none(p.fwd.value_or("none")), format_or_none(p.bwd.value_or("none"));
+  for (const ProductFormats& p : products)
+    format_or_none(p.fwd.value_or("none")), format_or_none(p.bwd.value_or("none"));
   if (!scales.empty()) parse_fp8_recipe(scales);
   int exponent = 0;
   if (!(loss_scale > 0) || !std::isfinite(loss_scale) || std::frexp(loss_scale, &exponent) != 0.5) {
@@ -201,7 +204,8 @@ FormatRecipe read_recipe(const std::string& name) {
   try {
     recipe.fwd = format_or_none(recipe.fwd), recipe.bwd = format_or_none(recipe.bwd);
   } catch (const Error& e) {
-    throw Error(ErrorKind::UnknownName, "'" + name + "' is no recipe of number formats: " + e.message(), "", kRecipeNames);
+    throw Error(ErrorKind::UnknownName, "'" + name + "' is no recipe of number formats: " + e.message(), "",
+                kRecipeNames);
   }
   return recipe;
 }
@@ -230,9 +234,8 @@ std::vector<std::string> product_names(const GraphModule& module) {
     if (is_product(node)) products.push_back(node);
   }
   const auto fits_one = [&](const std::string& name) {
-    return !name.empty() && std::ranges::count_if(products, [&](const Node* node) {
-             return excluded_by(node, {name}) != nullptr;
-           }) == 1;
+    return !name.empty() &&
+           std::ranges::count_if(products, [&](const Node* node) { return excluded_by(node, {name}) != nullptr; }) == 1;
   };
   std::vector<std::string> names;
   for (const Node* node : products) {

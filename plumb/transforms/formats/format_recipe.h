@@ -31,12 +31,13 @@ struct ProductFormats {
 
 struct FormatRecipe {
   std::string fwd = "none", bwd = "none";
-  std::string scales = {};   // scale factors for tensors, one of fp8_recipes(); "": none
-  bool unit_scaled = false;  // for a graph that unit_scale() has rewritten
-  double loss_scale = 1;     // a power of two; products of unit and of tensor scales need none
+  std::string scales = {};                    // scale factors for tensors, one of fp8_recipes(); "": none
+  bool unit_scaled = false;                   // for a graph that unit_scale() has rewritten
+  double loss_scale = 1;                      // a power of two; products of unit and of tensor scales need none
   std::vector<ProductFormats> products = {};  // for each direction the first entry that fits and states it counts
 
-  // Throws Error(InvalidArgument) for a format or scales that do not exist and for a loss scale that is no power of two.
+  // Throws Error(InvalidArgument) for a format or scales that do not exist and for a loss scale that is no power of
+  // two.
   void check() const;
   // Returns the file's text.
   std::string to_toml() const;
@@ -63,8 +64,8 @@ bool is_product(const Node* node);
 // else its parameter's or its value's name.
 std::vector<std::string> product_names(const GraphModule& module);
 
-// Throws Error(UnknownName) for a product that the recipe names and the model does not have, and Error(InvalidState) for
-// a recipe of unit-scaled models on another.
+// Throws Error(UnknownName) for a product that the recipe names and the model does not have, and Error(InvalidState)
+// for a recipe of unit-scaled models on another.
 void check_fits(const GraphModule& module, const FormatRecipe& recipe);
 
 // Rewrites the graph in place: use_fp8() where the recipe has scale factors, else simulate_format(), then the loss

@@ -33,9 +33,7 @@ std::shared_ptr<GraphModule> two_layers() {
                    std::move(state));
 }
 
-FormatRecipe fp8_but_b() {
-  return {.fwd = "e4m3fn-RN", .bwd = "e5m2-RN", .products = {{"b", {}, "mxfp8e5m2-RN"}}};
-}
+FormatRecipe fp8_but_b() { return {.fwd = "e4m3fn-RN", .bwd = "e5m2-RN", .products = {{"b", {}, "mxfp8e5m2-RN"}}}; }
 
 std::vector<at::Tensor> gradients(GraphModule& graph, const at::Tensor& x) {
   std::vector<at::Tensor> parameters;
@@ -54,7 +52,8 @@ TEST(FormatRecipe, AFileIsReadAsItWasWritten) {
 
 TEST(FormatRecipe, NamesStandForFormatsOfBothDirections) {
   EXPECT_EQ(read_recipe("fp8"), (FormatRecipe{.fwd = "e4m3fn-RN", .bwd = "e5m2-RN"}));
-  EXPECT_EQ(read_recipe("unit-mxfp8-SR"), (FormatRecipe{.fwd = "mxfp8e4m3-SR", .bwd = "mxfp8e5m2-SR", .unit_scaled = true}));
+  EXPECT_EQ(read_recipe("unit-mxfp8-SR"),
+            (FormatRecipe{.fwd = "mxfp8e4m3-SR", .bwd = "mxfp8e5m2-SR", .unit_scaled = true}));
   EXPECT_EQ(read_recipe("rowwise"), (FormatRecipe{.fwd = "e4m3fn-RN", .bwd = "e4m3fn-RN", .scales = "rowwise"}));
   EXPECT_EQ(read_recipe("mxfp4"), (FormatRecipe{.fwd = "mxfp4-RN", .bwd = "mxfp4-RN"}));
   EXPECT_EQ(read_recipe("e4m3fn-SR/none"), (FormatRecipe{.fwd = "e4m3fn-SR"}));
@@ -172,8 +171,9 @@ TEST(FormatRecipe, PassesTakeAFileOrAName) {
   EXPECT_THAT(to_string(named->graph()), HasSubstr("mxfp4-RN"));
   run_pass(find_pass("use_fp8"), *lowered, {{"recipe", file}, {"kernel", "decoded"}});
   EXPECT_THAT(to_string(lowered->graph()), HasSubstr("plumb::fp8_linear"));
-  EXPECT_THAT(message_of([&] { run_pass(find_pass("simulate_format"), *two_layers(), {{"recipe", file}, {"fwd", "none"}}); }),
-              HasSubstr("no other option goes with it"));
+  EXPECT_THAT(
+      message_of([&] { run_pass(find_pass("simulate_format"), *two_layers(), {{"recipe", file}, {"fwd", "none"}}); }),
+      HasSubstr("no other option goes with it"));
 }
 
 TEST(FormatRecipe, RefusesProductsAndUnitScalesThatTheModelDoesNotHave) {

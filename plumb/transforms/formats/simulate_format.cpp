@@ -239,8 +239,9 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
   Report report("simulate_format");
   const auto recipe = given.find("recipe");
   if (recipe != given.end() && given.size() > 1) {
-    throw Error(ErrorKind::InvalidArgument, "simulate_format: a recipe says all formats, so no other option goes with it",
-                "", "recipe=FILE.toml alone");
+    throw Error(ErrorKind::InvalidArgument,
+                "simulate_format: a recipe says all formats, so no other option goes with it", "",
+                "recipe=FILE.toml alone");
   }
   const bool changed = recipe == given.end() ? simulate_format(module, options, &report)
                                              : apply_recipe(module, read_recipe(recipe->second), &report);

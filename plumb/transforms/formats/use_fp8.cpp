@@ -307,10 +307,9 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     const Arg bias = linear ? node->arg("bias") : add ? node->arg("self") : Arg();
     auto here = graph.inserting_before(node);
     Value* state = delayed ? delayed_state_of(module, parameter, options.history) : nullptr;
-    Node* made = delayed ? graph.call("plumb::fp8_delayed_linear",
-                                      {input, weight, bias, state, fwd, bwd, module.is_training()})
-                         : graph.call("plumb::fp8_scaled_linear",
-                                      {input, weight, bias, options.recipe, fwd, bwd});
+    Node* made =
+        delayed ? graph.call("plumb::fp8_delayed_linear", {input, weight, bias, state, fwd, bwd, module.is_training()})
+                : graph.call("plumb::fp8_scaled_linear", {input, weight, bias, options.recipe, fwd, bwd});
     report.add(ReportKind::Replaced, node, node->target(), made->target(), options.recipe + " scales");
     replace_and_name(graph, node, made);
     changed = true;

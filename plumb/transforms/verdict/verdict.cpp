@@ -7,10 +7,8 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
-#include <tuple>
 
 #include "plumb/core/error.h"
-#include "plumb/core/join.h"
 #include "plumb/numerics/format.h"
 #include "plumb/tensors/node_seeds.h"
 #include "plumb/transforms/module.h"
@@ -63,11 +61,6 @@ bool has_own_scales(const FormatRecipe& recipe, bool backward) {
   return !recipe.scales.empty() || text == "none" || FPFormat::parse(text).has_blocks();
 }
 
-int bits_of(const FormatRecipe& recipe) {
-  const auto of = [](const std::string& text) { return text == "none" ? 32 : FPFormat::parse(text).bits(); };
-  return of(recipe.fwd) + of(recipe.bwd);
-}
-
 double norm_of(const std::vector<at::Tensor>& gradient) {
   double squares = 0;
   for (const at::Tensor& g : gradient) {
@@ -89,10 +82,6 @@ std::vector<at::Tensor> trained(const GraphModule& module) {
   }
   return all;
 }
-
-std::string score_text(double value) { return std::isfinite(value) ? short_number(value, 2) : "not finite"; }
-
-std::string direction(bool backward) { return backward ? "backward" : "forward"; }
 
 }  // namespace
 
@@ -252,7 +241,8 @@ class Remedy {
   }
 
   bool scale_units() {
-    if (verdict_.recipe.unit_scaled || (has_own_scales(verdict_.recipe, true) && has_own_scales(verdict_.recipe, false)))
+    if (verdict_.recipe.unit_scaled ||
+        (has_own_scales(verdict_.recipe, true) && has_own_scales(verdict_.recipe, false)))
       return false;
     FormatRecipe recipe = verdict_.recipe;
     recipe.unit_scaled = true;
@@ -300,15 +290,6 @@ class Remedy {
 };
 
 }  // namespace
-
-std::string_view to_string(VerdictClass verdict) {
-  constexpr std::string_view kNames[] = {"ok", "doubtful", "no"};
-  return kNames[static_cast<size_t>(verdict)];
-}
-
-VerdictClass GradientError::verdict() const {
-  return score() <= 0.15 ? VerdictClass::Ok : score() <= 0.35 ? VerdictClass::Doubtful : VerdictClass::No;
-}
 
 std::vector<std::string> default_verdict_recipes() {
   return {"fp16", "bf16", "fp8", "unit-fp8", "tensorwise", "rowwise", "blocks128", "mxfp8", "nvfp4", "mxfp4"};
@@ -377,130 +358,6 @@ std::vector<int64_t> verdict_steps(int64_t count, int64_t warmup) {
   const int64_t first = (count + 1) / 2;
   for (int64_t i = 0; i < count; ++i) steps.push_back(i < first ? i + 1 : std::max(warmup, first) + i - first + 1);
   return steps;
-}
-
-// ---- the report
-
-std::string RecipeVerdict::sentence() const {
-  if (!problem.empty()) return name + " was not measured: " + problem;
-  const auto is = to_string(error.verdict());
-  const std::string as_it_is = c10::str(name, ": ", is, ", the error of the gradient is ", score_text(error.backward),
-                                        " backward and ", score_text(error.forward), " forward");
-  if (error.verdict() == VerdictClass::Ok) return as_it_is + ".";
-  std::vector<std::string> what;
-  if (remedy.unit_scaled != recipe.unit_scaled) what.emplace_back("unit_scale() before");
-  if (remedy.loss_scale != recipe.loss_scale)
-    what.push_back(c10::str("a loss scale of 2^", std::lround(std::log2(remedy.loss_scale))));
-  for (const ProductFormats& p : remedy.products) {
-    if (std::ranges::find(recipe.products, p) != recipe.products.end()) continue;
-    for (const bool backward : {true, false}) {
-      const auto& format = backward ? p.bwd : p.fwd;
-      if (!format) continue;
-      what.push_back(
-          c10::str("the ", direction(backward), " of ", p.name, " in ", *format == "none" ? "full precision" : *format));
-    }
-  }
-  if (what.empty()) return as_it_is + ". Neither a scale nor single products mend it.";
-  const bool range = lacks_range() && remedy.products == recipe.products;
-  return c10::str(as_it_is, range ? ". What it lacks is range: with " : ". With ", join(what), " the score is ",
-                  score_text(remedied.score()), ", ", to_string(remedied.verdict()), ".");
-}
-
-const RecipeVerdict* VerdictReport::best() const {
-  const RecipeVerdict* best = nullptr;
-  const auto rank = [](const RecipeVerdict& v) {
-    return std::tuple(bits_of(v.remedy), v.remedy.products.size(), v.changed(), v.remedied.score());
-  };
-  for (const RecipeVerdict& v : recipes) {
-    if (!v.problem.empty() || v.remedied.verdict() != VerdictClass::Ok) continue;
-    if (best == nullptr || rank(v) < rank(*best)) best = &v;
-  }
-  return best;
-}
-
-std::string VerdictReport::conclusion() const {
-  if (const RecipeVerdict* found = best()) {
-    return "The fewest bits that will do: " + found->sentence();
-  }
-  const RecipeVerdict* nearest = nullptr;
-  for (const RecipeVerdict& v : recipes) {
-    if (v.problem.empty() && (nearest == nullptr || v.remedied.score() < nearest->remedied.score())) nearest = &v;
-  }
-  if (nearest == nullptr) return "No recipe could be measured.";
-  return "No recipe is ok. The nearest: " + nearest->sentence();
-}
-
-std::string VerdictReport::recipe_file() const {
-  const RecipeVerdict* chosen = best();
-  for (const RecipeVerdict& v : recipes) {
-    if (best() != nullptr || !v.problem.empty()) continue;
-    if (chosen == nullptr || v.remedied.score() < chosen->remedied.score()) chosen = &v;
-  }
-  if (chosen == nullptr) return "";
-  return c10::str("# ", chosen->name, ": error of the gradient ", score_text(chosen->remedied.backward), " backward, ",
-                  score_text(chosen->remedied.forward), " forward: ", to_string(chosen->remedied.verdict()), "\n",
-                  chosen->remedy.to_toml());
-}
-
-Table VerdictReport::table() const {
-  Table table{{"recipe", "backward", "forward", "score", "verdict", "with its remedy", "verdict then"}, {}};
-  for (const RecipeVerdict& v : recipes) {
-    if (!v.problem.empty()) {
-      table.rows.push_back({v.name, "", "", "", "not measured"});
-      continue;
-    }
-    std::vector<std::string> row{v.name, score_text(v.error.backward), score_text(v.error.forward),
-                                 score_text(v.error.score()), std::string(to_string(v.error.verdict()))};
-    if (v.changed()) row.push_back(score_text(v.remedied.score())), row.emplace_back(to_string(v.remedied.verdict()));
-    table.rows.push_back(std::move(row));
-  }
-  return table;
-}
-
-Table VerdictReport::products_table(const RecipeVerdict& recipe, size_t most) {
-  Table table{{"product", "direction", "keeping it gains"}, {}};
-  for (const ProductVerdict& p : recipe.products) {
-    if (table.rows.size() == most) break;
-    table.rows.push_back({p.product, direction(p.backward), score_text(p.gain)});
-  }
-  return table;
-}
-
-std::string VerdictReport::to_text() const {
-  std::string text = conclusion() + "\n\n" + plumb::to_text(table());
-  for (const RecipeVerdict& v : recipes) {
-    if (v.error.verdict() == VerdictClass::Ok && v.problem.empty()) continue;
-    text += "\n" + v.sentence() + "\n";
-    if (!v.products.empty()) text += plumb::to_text(products_table(v, 5));
-  }
-  return text;
-}
-
-nlohmann::json VerdictReport::to_json() const {
-  auto of_recipes = nlohmann::json::array();
-  const auto errors = [](const GradientError& e) {
-    return nlohmann::json{{"backward", e.backward},
-                          {"forward", e.forward},
-                          {"score", e.score()},
-                          {"verdict", std::string(to_string(e.verdict()))}};
-  };
-  for (const RecipeVerdict& v : recipes) {
-    nlohmann::json one{{"recipe", v.name}, {"sentence", v.sentence()}};
-    if (!v.problem.empty()) {
-      one["problem"] = v.problem;
-    } else {
-      one.update(errors(v.error));
-      one["remedied"] = errors(v.remedied);
-      one["file"] = v.remedy.to_toml();
-      one["products"] = nlohmann::json::array();
-      for (const ProductVerdict& p : v.products) {
-        one["products"].push_back({{"product", p.product}, {"direction", direction(p.backward)}, {"gain", p.gain}});
-      }
-    }
-    of_recipes.push_back(std::move(one));
-  }
-  return {{"conclusion", conclusion()}, {"recipes", of_recipes},      {"file", recipe_file()},
-          {"batches", batches},         {"gradients", gradients},     {"full_gradients", full_gradients}};
 }
 
 }  // namespace plumb

@@ -59,7 +59,9 @@ struct RecipeVerdict {
   std::vector<ProductVerdict> products;  // the largest gain first; empty where range is the remedy
 
   bool changed() const { return !(remedy == recipe); }
-  bool lacks_range() const { return remedy.loss_scale != recipe.loss_scale || remedy.unit_scaled != recipe.unit_scaled; }
+  bool lacks_range() const {
+    return remedy.loss_scale != recipe.loss_scale || remedy.unit_scaled != recipe.unit_scaled;
+  }
   std::string sentence() const;
 };
 
@@ -67,10 +69,11 @@ struct VerdictReport {
   std::vector<RecipeVerdict> recipes;
   int64_t batches = 0, gradients = 0, full_gradients = 0;  // `full_gradients` of the gradients: in full precision
 
-  // Returns the ok recipe with the fewest bits, with or without its remedy; null if there is none.
+  // Returns the ok recipe with the fewest bits, with or without its remedy, else the one with the least score; null if
+  // none was measured.
   const RecipeVerdict* best() const;
   std::string conclusion() const;
-  // Returns best()'s recipe as a file, with what it is in a comment; of the nearest one if none is ok.
+  // Returns best()'s recipe as a file, with its error in a comment; "" if there is none.
   std::string recipe_file() const;
   Table table() const;  // a row a recipe
   // Returns the products of one recipe and direction that stand in its way, the largest gain first; at most `most`.
@@ -84,7 +87,7 @@ std::vector<std::string> default_verdict_recipes();
 
 struct VerdictOptions {
   std::vector<std::string> recipes = default_verdict_recipes();  // as read_recipe() takes them
-  bool explain = true;  // looks for remedies of recipes that are not ok
+  bool explain = true;                                           // looks for remedies of recipes that are not ok
   std::function<void(const std::string& what)> phase = {};
 };
 

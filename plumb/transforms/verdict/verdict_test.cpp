@@ -29,13 +29,16 @@ std::shared_ptr<GraphModule> two_branches(double scale, double small = 1) {
   return module_of(c10::str(R"(graph { %x: f32[32, 16] = placeholder "x" %y: f32[32, 4] = placeholder "y"
       %m = get_attr "main.weight" %s = get_attr "small.weight" %h = get_attr "head.weight"
       %main: f32[32, 16] = aten::linear(%x, %m) in "":"Net" "main":"Linear"
-      %large: f32[32, 16] = aten::mul.Scalar(%x, )", 1 / small, R"()
+      %large: f32[32, 16] = aten::mul.Scalar(%x, )",
+                            1 / small, R"()
       %l: f32[32, 16] = aten::linear(%large, %s) in "":"Net" "small":"Linear"
-      %small: f32[32, 16] = aten::mul.Scalar(%l, )", small, R"()
+      %small: f32[32, 16] = aten::mul.Scalar(%l, )",
+                            small, R"()
       %both: f32[32, 16] = aten::add.Tensor(%main, %small)
       %o: f32[32, 4] = aten::linear(%both, %h) in "":"Net" "head":"Linear"
       %loss: f32[] = aten::mse_loss(%o, %y)
-      %scaled: f32[] = aten::mul.Scalar(%loss, )", scale, ") output(%scaled) }"),
+      %scaled: f32[] = aten::mul.Scalar(%loss, )",
+                            scale, ") output(%scaled) }"),
                    std::move(state));
 }
 
@@ -158,9 +161,11 @@ TEST(Verdict, WhatCannotBeMeasuredIsAnErrorThatSaysSo) {
   const auto net = two_branches(1);
   EXPECT_THAT(message_of([&] { verdict(*net, {batch()}, {.recipes = {"fp9"}}); }), HasSubstr("'fp9' is no recipe"));
   const Verdict::Parts zero{[&](GraphModule& graph) { return batch()[0](graph) * 0; }};
-  EXPECT_THAT(message_of([&] { verdict(*net, {zero}, {.recipes = {"bf16"}}); }), HasSubstr("gradient of the batch is zero"));
+  EXPECT_THAT(message_of([&] { verdict(*net, {zero}, {.recipes = {"bf16"}}); }),
+              HasSubstr("gradient of the batch is zero"));
   const Verdict::Parts none{[&](GraphModule& graph) { return at::ones({}); }};
-  EXPECT_THAT(message_of([&] { verdict(*net, {none}, {.recipes = {"bf16"}}); }), HasSubstr("no number with a gradient"));
+  EXPECT_THAT(message_of([&] { verdict(*net, {none}, {.recipes = {"bf16"}}); }),
+              HasSubstr("no number with a gradient"));
   EXPECT_THAT(message_of([&] { verdict(*net, {}); }), HasSubstr("no batch was measured"));
 }
 

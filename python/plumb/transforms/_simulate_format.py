@@ -57,11 +57,16 @@ def simulate_format(
     """
     if recipe is not None:
         if fwd_format is not None or bwd_format is not None or operators or exclude:
-            raise Error("a recipe says all formats, so no other option goes with it", remedy="simulate_format(module, recipe=...)")
+            raise Error(
+                "a recipe says all formats, so no other option goes with it",
+                remedy="simulate_format(module, recipe=...)",
+            )
         text = _C.read_recipe(os.fspath(recipe))
         return FormatPass("simulate_format", ("none", "none", [], [], text)).apply(module)
     if fwd_format is None or bwd_format is None:
-        raise Error("simulate_format needs two formats, or a recipe", remedy='simulate_format(module, "e4m3fn", "e5m2")')
+        raise Error(
+            "simulate_format needs two formats, or a recipe", remedy='simulate_format(module, "e4m3fn", "e5m2")'
+        )
     formats = format_text(fwd_format), format_text(bwd_format)
     return FormatPass("simulate_format", (*formats, list(operators), list(exclude))).apply(module)
 
@@ -112,7 +117,9 @@ def use_fp8(
     recipe = os.fspath(recipe or "")
     if recipe.endswith(".toml") or "\n" in recipe:
         if (fwd_format, bwd_format) != ("e4m3fn", "e5m2") or operators or exclude:
-            raise Error("a recipe file says all formats, so no other option goes with it", remedy="use_fp8(module, recipe=...)")
+            raise Error(
+                "a recipe file says all formats, so no other option goes with it", remedy="use_fp8(module, recipe=...)"
+            )
         _C.check_fp8("e4m3fn", "e5m2", kernel, "", history)
         given = ("none", "none", kernel, "", history, [], [], _C.read_recipe(recipe))
         return FormatPass("use_fp8", given).apply(module)

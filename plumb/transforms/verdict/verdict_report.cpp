@@ -1,0 +1,147 @@
+// What a verdict says: classes, sentences, tables, JSON.
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include "plumb/core/join.h"
+#include "plumb/numerics/format.h"
+#include "plumb/transforms/verdict/verdict.h"
+
+namespace plumb {
+namespace {
+
+int bits_of(const FormatRecipe& recipe) {
+  const auto of = [](const std::string& text) { return text == "none" ? 32 : FPFormat::parse(text).bits(); };
+  return of(recipe.fwd) + of(recipe.bwd);
+}
+
+std::string score_text(double value) { return std::isfinite(value) ? short_number(value, 2) : "not finite"; }
+
+std::string direction(bool backward) { return backward ? "backward" : "forward"; }
+
+}  // namespace
+
+std::string_view to_string(VerdictClass verdict) {
+  constexpr std::string_view kNames[] = {"ok", "doubtful", "no"};
+  return kNames[static_cast<size_t>(verdict)];
+}
+
+VerdictClass GradientError::verdict() const {
+  return score() <= 0.15 ? VerdictClass::Ok : score() <= 0.35 ? VerdictClass::Doubtful : VerdictClass::No;
+}
+
+std::string RecipeVerdict::sentence() const {
+  if (!problem.empty()) return name + " was not measured: " + problem;
+  const auto is = to_string(error.verdict());
+  const std::string as_it_is = c10::str(name, ": ", is, ", the error of the gradient is ", score_text(error.backward),
+                                        " backward and ", score_text(error.forward), " forward");
+  if (error.verdict() == VerdictClass::Ok) return as_it_is + ".";
+  std::vector<std::string> what;
+  if (remedy.unit_scaled != recipe.unit_scaled) what.emplace_back("unit_scale() before");
+  if (remedy.loss_scale != recipe.loss_scale)
+    what.push_back(c10::str("a loss scale of 2^", std::lround(std::log2(remedy.loss_scale))));
+  for (const ProductFormats& p : remedy.products) {
+    if (std::ranges::find(recipe.products, p) != recipe.products.end()) continue;
+    for (const bool backward : {true, false}) {
+      const auto& format = backward ? p.bwd : p.fwd;
+      if (!format) continue;
+      what.push_back(c10::str("the ", direction(backward), " of ", p.name, " in ",
+                              *format == "none" ? "full precision" : *format));
+    }
+  }
+  if (what.empty()) return as_it_is + ". Neither a scale nor single products mend it.";
+  const bool range = lacks_range() && remedy.products == recipe.products;
+  return c10::str(as_it_is, range ? ". What it lacks is range: with " : ". With ", join(what), " the score is ",
+                  score_text(remedied.score()), ", ", to_string(remedied.verdict()), ".");
+}
+
+const RecipeVerdict* VerdictReport::best() const {
+  const RecipeVerdict* best = nullptr;
+  const auto rank = [](const RecipeVerdict& v) {
+    const bool ok = v.remedied.verdict() == VerdictClass::Ok;
+    return std::tuple(!ok, ok ? bits_of(v.remedy) : 0, ok ? v.remedy.products.size() : 0, ok && v.changed(),
+                      v.remedied.score());
+  };
+  for (const RecipeVerdict& v : recipes) {
+    if (v.problem.empty() && (best == nullptr || rank(v) < rank(*best))) best = &v;
+  }
+  return best;
+}
+
+std::string VerdictReport::conclusion() const {
+  const RecipeVerdict* found = best();
+  if (found == nullptr) return "No recipe could be measured.";
+  const bool ok = found->remedied.verdict() == VerdictClass::Ok;
+  return (ok ? "The fewest bits that will do: " : "No recipe is ok. The nearest: ") + found->sentence();
+}
+
+std::string VerdictReport::recipe_file() const {
+  const RecipeVerdict* chosen = best();
+  if (chosen == nullptr) return "";
+  return c10::str("# ", chosen->name, ": error of the gradient ", score_text(chosen->remedied.backward), " backward, ",
+                  score_text(chosen->remedied.forward), " forward: ", to_string(chosen->remedied.verdict()), "\n",
+                  chosen->remedy.to_toml());
+}
+
+Table VerdictReport::table() const {
+  Table table{{"recipe", "backward", "forward", "score", "verdict", "with its remedy", "verdict then"}, {}};
+  for (const RecipeVerdict& v : recipes) {
+    if (!v.problem.empty()) {
+      table.rows.push_back({v.name, "", "", "", "not measured"});
+      continue;
+    }
+    std::vector<std::string> row{v.name, score_text(v.error.backward), score_text(v.error.forward),
+                                 score_text(v.error.score()), std::string(to_string(v.error.verdict()))};
+    if (v.changed()) row.push_back(score_text(v.remedied.score())), row.emplace_back(to_string(v.remedied.verdict()));
+    table.rows.push_back(std::move(row));
+  }
+  return table;
+}
+
+Table VerdictReport::products_table(const RecipeVerdict& recipe, size_t most) {
+  Table table{{"product", "direction", "keeping it gains"}, {}};
+  for (const ProductVerdict& p : recipe.products) {
+    if (table.rows.size() == most) break;
+    table.rows.push_back({p.product, direction(p.backward), score_text(p.gain)});
+  }
+  return table;
+}
+
+std::string VerdictReport::to_text() const {
+  std::string text = conclusion() + "\n\n" + plumb::to_text(table());
+  for (const RecipeVerdict& v : recipes) {
+    if (v.error.verdict() == VerdictClass::Ok && v.problem.empty()) continue;
+    text += "\n" + v.sentence() + "\n";
+    if (!v.products.empty()) text += plumb::to_text(products_table(v, 5));
+  }
+  return text;
+}
+
+nlohmann::json VerdictReport::to_json() const {
+  auto of_recipes = nlohmann::json::array();
+  const auto errors = [](const GradientError& e) {
+    return nlohmann::json{{"backward", e.backward},
+                          {"forward", e.forward},
+                          {"score", e.score()},
+                          {"verdict", std::string(to_string(e.verdict()))}};
+  };
+  for (const RecipeVerdict& v : recipes) {
+    nlohmann::json one{{"recipe", v.name}, {"sentence", v.sentence()}};
+    if (!v.problem.empty()) {
+      one["problem"] = v.problem;
+    } else {
+      one.update(errors(v.error));
+      one["remedied"] = errors(v.remedied);
+      one["file"] = v.remedy.to_toml();
+      one["products"] = nlohmann::json::array();
+      for (const ProductVerdict& p : v.products) {
+        one["products"].push_back({{"product", p.product}, {"direction", direction(p.backward)}, {"gain", p.gain}});
+      }
+    }
+    of_recipes.push_back(std::move(one));
+  }
+  return {{"conclusion", conclusion()}, {"recipes", of_recipes},  {"file", recipe_file()},
+          {"batches", batches},         {"gradients", gradients}, {"full_gradients", full_gradients}};
+}
+
+}  // namespace plumb
