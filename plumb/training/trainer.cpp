@@ -23,7 +23,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// The number of threads is the caller's again afterwards.
+// The number of threads is the caller's again afterwards: while a Trainer is made, and while it runs.
 class ProcessSettings {
  public:
   explicit ProcessSettings(const TrainOptions& o) : threads_(at::get_num_threads()) {
@@ -63,7 +63,6 @@ class Trainer::Run {
 
   const TrainOptions o_;
   const TrainHooks hooks_;
-  const ProcessSettings settings_;
   TrainSession* const session_;  // null: the loss of a process ends the run
   const std::shared_ptr<TrainJob> own_job_;
   TrainJob& job_;
@@ -85,10 +84,10 @@ class Trainer::Run {
 Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session)
     : o_(std::move(options)),
       hooks_(std::move(hooks)),
-      settings_(o_),
       session_(session),
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
       job_(*own_job_) {
+  const ProcessSettings settings(o_);
   torch::manual_seed(static_cast<uint64_t>(o_.seed));
   if (!session) job_ = prepare_job(o_, std::move(parts), hooks_);
   ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
@@ -252,6 +251,7 @@ void Trainer::Run::finish() {
 }
 
 TrainResult Trainer::Run::run() {
+  const ProcessSettings settings(o_);
   if (o_.dry_run) {
     if (ranks_.is_first()) reports_->emit(measure_needs(o_, job_));
     return result_;

@@ -281,6 +281,15 @@ def test_a_trainer_warns_of_weights_that_nothing_keeps(folder):
         plumb.Trainer(plumb.load_pt2(folder / "lm.pt2"), folder / "tokens.bin", steps=1).run()  # the graph keeps them
 
 
+def test_trainers_leave_the_number_of_threads_as_it_was(folder):
+    before = torch.get_num_threads()
+    made = [plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", **{**OPTIONS, "threads": n}) for n in (3, 4)]
+    assert torch.get_num_threads() == before
+    made.pop(0).run()
+    made.clear()
+    assert torch.get_num_threads() == before
+
+
 def test_a_trainer_warns_of_problems_that_no_hook_takes(folder):
     trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", steps=2, save=folder / "t.pt2", page="/dev/full")
     with pytest.warns(UserWarning, match="--page ends here: /dev/full"):
