@@ -3,7 +3,8 @@
 #   make demo TEXT=file-or-folder    train on this text instead of Python's own sources
 #   make test-cpp | test-python      a part of it; make test-device: on the test device, or on DEVICE=cuda
 #   make test-cpus                   suites that compare bits, under settings that choose other kernels and numbers of threads
-#   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version
+#   make test-arm                    C++ suites for 64-bit ARM, cross-built in build-arm, under emulation; SUITES="graph scaling"
+#   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version; PLATFORM=aarch64
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
 #   make sanitize SANITIZER=thread   modules, checkpoints, trainings, pipelines in several threads, under ThreadSanitizer
@@ -13,12 +14,15 @@
 #
 #   TORCH_PYTHON=/path/to/python     use an installed torch (2.11 or newer)
 #   JOBS=n                           jobs at once, compiling and testing (default: one a core)
+#   CXX=clang++                      another compiler, in a build folder of its own; WARNINGS=errors: a warning stops the build
 #   JOINED=OFF                       compile every file by itself: a fresh build takes three times as long, a change of
 #                                    one file less (the build folder remembers)
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
-BUILD ?= build
+# A compiler that was asked for has a build folder of its own.
+COMPILER := $(if $(filter command line,$(origin CXX)),$(CXX))
+BUILD ?= build$(addprefix -,$(notdir $(COMPILER)))
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 30
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -27,10 +31,12 @@ export NINJA_STATUS ?= [%f of %t, %es] # a space follows
 PY := .venv/bin/python
 CMAKE := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOIN := $(if $(JOINED),-DPLUMB_JOINED=$(JOINED),$(if $(wildcard $(BUILD)/CMakeCache.txt),,-DPLUMB_JOINED=ON))
-CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(JOIN)
+OPTIONS := $(JOIN) $(addprefix -DCMAKE_CXX_COMPILER=,$(COMPILER)) \
+	$(if $(filter errors,$(WARNINGS)),-DCMAKE_COMPILE_WARNING_AS_ERROR=ON)
+CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(OPTIONS)
 SAY := printf 'plumb: %s\n'
 
-.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device test-cpus wheel bench gpu sanitize fuzz docs format lint rooms install clean
+.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device test-cpus test-arm wheel bench gpu sanitize fuzz docs format lint rooms install clean
 
 all: configure
 	@$(SAY) "compiling library, command, Python package and tests ($(JOBS) at once)"
@@ -83,12 +89,21 @@ test-device: all
 test-cpus: all
 	@$(RUN_TESTS) cpus $(if $(SETTING),--setting "$(SETTING)")
 
+# 64-bit ARM, on a machine that is none (docs/howto/arm.md).
+test-arm:
+	@JOBS=$(JOBS) tools/arm.sh test $(SUITES)
+
+ifeq ($(PLATFORM),aarch64)
+wheel:
+	@JOBS=$(JOBS) tools/arm.sh wheel
+else
 wheel:
 	@tools/bootstrap.sh wheel
 	@$(call configured,.configured-wheel,COMMAND PYTHON_PACKAGE,.configured-demo)
 	@$(SAY) "compiling library, command and Python package ($(JOBS) at once)"
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb plumb_cli plumb_python
 	@tools/wheel.sh $(BUILD)
+endif
 
 bench: setup-dev configure
 	@$(CONFIGURE) -B $(BUILD) -DPLUMB_BENCHMARKS=ON

@@ -27,7 +27,7 @@ if(TARGET plumb_python)
   set_target_properties(plumb_python PROPERTIES
     INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
   install(TARGETS plumb_python LIBRARY DESTINATION . COMPONENT wheel EXCLUDE_FROM_ALL)
-  install(FILES "${CMAKE_CURRENT_SOURCE_DIR}/python/plumb/_built.py" "${CMAKE_CURRENT_SOURCE_DIR}/python/plumb/_C.pyi"
+  install(FILES "${PLUMB_BUILT_PY}" "${CMAKE_CURRENT_SOURCE_DIR}/python/plumb/_C.pyi"
           DESTINATION . COMPONENT wheel EXCLUDE_FROM_ALL)
   # A wheel goes to other machines: it finds torch beside itself or in the process, never where it was built.
   install(CODE [[

@@ -155,12 +155,13 @@ Tensor rounded(const Tensor& x, const FPFormat& format, uint64_t seed) {
 }
 
 // Codes of values that are the format's; kernel_codes.h's codes_of in integers.
-Tensor codes_of(const Tensor& x, const kernel::CodeSpec& spec) {
+// `source` has the signs: of a NaN torch's conversion from float16 drops it on some CPUs.
+Tensor codes_of(const Tensor& x, const Tensor& source, const kernel::CodeSpec& spec) {
   using F = FloatTraits<float>;
   const Tensor bits = x.to(at::kFloat).view(at::kInt);
   const Tensor magnitude = bits.bitwise_and(word(~F::sign));
   const int64_t sign_bit = int64_t(1) << (spec.bits - 1);
-  const Tensor sign = bits.bitwise_right_shift(32 - spec.bits).bitwise_and(sign_bit);
+  const Tensor sign = source.signbit().to(at::kInt).mul(sign_bit);
   const Tensor normal = magnitude.bitwise_right_shift(F::mantissa - spec.mantissa_bits) -
                         (int64_t(F::bias - spec.bias) << spec.mantissa_bits);
   const auto [field, unit, significand] = parts_of<float>(magnitude);
@@ -233,13 +234,13 @@ Blocks round_blocks_in(const Tensor& x, const RoundingSpec& spec, const kernel::
     const Tensor scale = round_to<T>(wanted, block.scale_rounding);
     up = scale * result.unit;
     small = wide / at::where(up > 0, up, at::Scalar(kInfinity));
-    result.scales = codes_of(scale, code_spec_of(FPFormat::parse("e4m3fn")));
+    result.scales = codes_of(scale, scale, code_spec_of(FPFormat::parse("e4m3fn")));
   }
   result.scales = result.scales.view(scale_sizes(x, block));
   const bool chance = spec.mode == RoundingSpec::Stochastic;
   const Tensor random = chance ? in_blocks(random_words(x.numel(), seed, x.device())) : Tensor();
   const Tensor elements = round_to<T>(small, spec, random);
-  if (code_spec) result.codes = back(codes_of(elements, *code_spec));
+  if (code_spec) result.codes = back(codes_of(elements, elements, *code_spec));
   Tensor values = elements * up;
   if (!block.power_of_two) values = values.clamp(-block.largest, block.largest);
   result.values = back(values).to(x.scalar_type());
@@ -352,7 +353,8 @@ Tensor encode(const Tensor& x, const FPFormat& format, uint64_t seed) {
     if (own->pass({.x = source, .y = result, .rounding = rounding_of(x, format), .codes = &codes, .seed = seed}))
       return result;
   }
-  return codes_of(rounded(x, format, seed), code_spec_of(format));
+  const Tensor source = in_memory_order(x);
+  return codes_of(rounded(source, format, seed), source, code_spec_of(format));
 }
 
 // As decode_one() in codes.h, in float: it holds every value of a format of at most 8 bits.

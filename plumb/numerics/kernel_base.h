@@ -13,6 +13,9 @@
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #define HWY_DISABLE_PCLMUL_AES  // not needed, and not every CPU with the rest of a level has it
 #define HWY_IS_DEBUG_BUILD 0    // debug checks would need Highway's library
+#if defined(__aarch64__)
+#define TOOLCHAIN_MISS_SYS_AUXV_H  // no dispatch: its functions would ask for AES, and not be inlined without
+#endif
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 

@@ -236,7 +236,8 @@ inline void count_bits(const uint8_t* bytes, int n, uint8_t top, int counts[kBit
   constexpr int kWide = int(hn::MaxLanes(d));
   alignas(16) static constexpr uint8_t kBits[32] = {1, 2, 4, 8, 16, 32, 64, 128, 0, 0, 0, 0, 0,  0,  0,  0,
                                                     0, 0, 0, 0, 0,  0,  0,  0,   1, 2, 4, 8, 16, 32, 64, 128};
-  const auto first = hn::Set(d, top), over = hn::Set(d, uint8_t(0x70));
+  // Places beyond 15 choose no bit. x86 looks at the highest bit of a place, else at the lowest four; ARM at all.
+  const auto first = hn::Set(d, top), over = hn::Set(d, uint8_t(HWY_ARCH_X86 ? 0x70 : 0));
   const auto low = hn::LoadDup128(d, kBits), high = hn::LoadDup128(d, kBits + 16);
   BitCounters counters[2];
   for (int i = 0; i < n; i += 8 * kWide) {
@@ -245,7 +246,6 @@ inline void count_bits(const uint8_t* bytes, int n, uint8_t top, int counts[kBit
       const int at = i + k * kWide;
       if (next)
         for (int line = 0; line < kWide; line += 32) hwy::Prefetch(next + 2 * (at + line));
-      // Beyond 15 its highest bit is set, and no bit is chosen.
       const auto place = hn::SaturatedAdd(hn::Sub(first, hn::Load(d, bytes + at)), over);
       a[k] = hn::TableLookupBytesOr0(low, place);
       b[k] = hn::TableLookupBytesOr0(high, place);

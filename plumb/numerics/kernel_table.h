@@ -113,7 +113,7 @@ inline void normalise_rows(const float* x, float* y, int64_t rows, int64_t n, co
     const float shift = -mean[r], scale = rstd[r];
     for (int64_t i = 0; i < n; ++i) {
       const float normal = (x[i] + shift) * scale;
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
       y[i] = __builtin_fmaf(normal, weight[i], bias[i]);
 #else
       y[i] = normal * weight[i] + bias[i];

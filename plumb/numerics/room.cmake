@@ -20,7 +20,7 @@ foreach(_level IN LISTS _levels)
       list(APPEND _options -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2
            -mprefer-vector-width=512 -mtune=skylake-avx512)
       # GCC 12 warns of the undefined lanes in its own header (GCC bug 105593).
-      list(APPEND _options -Wno-uninitialized -Wno-maybe-uninitialized)
+      list(APPEND _options -Wno-uninitialized $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
     endif()
   endif()
   # A precompiled header must be read with the options it was made with.
