@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from torch import Tensor
 
 from .. import _C
 from .._graph_module import GraphModule
@@ -49,3 +52,9 @@ def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None
     if _show_tags(module) != had_tags:  # it was unit-scaled, or folded
         (unmark if had_tags else mark_state_dict)(module)
     return [PassResult(*result) for result in done]
+
+
+def join_vocabulary(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state with the parts of each parameter that the pass ``split_vocabulary`` divided as one tensor again,
+    under the name that it had: what the undivided model loads."""
+    return dict(_C.join_vocabulary(list(state.items())))
