@@ -319,6 +319,16 @@ std::string Balance::report() const {
              milliseconds(even), " ms\n");
 }
 
+std::vector<size_t> cut_places(const GraphModule& module, const GraphCost& cost, size_t wanted, size_t most) {
+  check_options(module, cost, {});
+  Graph graph = module.graph().clone();
+  rename_after_writes(graph);
+  std::vector<size_t> places = choose_places(make_row(module, graph, cost), wanted, std::max<size_t>(most, 1));
+  places.erase(places.begin());
+  places.pop_back();
+  return places;
+}
+
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
   check_options(module, cost, options);
   Graph graph = module.graph().clone();  // as pipeline() sees it: uses after a write are uses of the writer's result

@@ -62,7 +62,7 @@ void check_outputs(const TrainOptions& o) {
     throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   }
   const std::vector<std::string> inputs = {o.file,      o.data,         o.targets,  o.mask,
-                                           o.eval_data, o.eval_targets, o.schedule, o.record};
+                                           o.eval_data, o.eval_targets, o.schedule, o.record, o.plan};
   check_writable("--save", o.save, inputs);
   check_writable("--options", o.options, inputs);
   check_writable("--csv", o.csv, inputs);
@@ -161,7 +161,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (o.stages == 1 && !o.wire.empty()) {
     throw UsageError("--wire: in one process nothing goes from stage to stage", "--stages 2 or more");
   }
-  job.schedule = read_schedule(o);  // wrong names before anything is read
+  if (!o.plan.empty()) job.plan = read_plan(o.plan);
+  job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
   device_of(o, 0);
@@ -208,8 +209,10 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   const int stages = job.schedule.num_stages();
   std::string needed_by = "--stages " + std::to_string(o.stages);
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
+  if (job.plan) needed_by = "--plan " + o.plan;
   const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
-  job.pipe = cut(module, stages, {o.at, o.transmit, {wire, o.wire_exclude}}, needed_by);
+  const CutOptions cuts{o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
+  job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] { return cut(module, stages, cuts, needed_by); });
   name_parameters(o, job);
   check_verdict(o, job);
   return job;

@@ -9,7 +9,7 @@
 #include "plumb/exported/exported.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/pipeline/runtime/runtime.h"
-#include "plumb/schedule/schedule.h"
+#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/batches.h"
 #include "plumb/training/events.h"
 #include "plumb/training/fault.h"
@@ -41,6 +41,7 @@ struct TrainParts {
 struct TrainJob {
   ExportedProgram program;
   Schedule schedule;
+  std::optional<PipelinePlan> plan;  // of --plan
   std::shared_ptr<Pipe> pipe;
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<Samples> eval_samples;  // null: no --eval-data

@@ -60,6 +60,7 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
   now.schedule = quickest_schedule(static_cast<int>(now.stages), static_cast<int>(now.microbatches));
   now.threads = threads_of(o);  // sums are split over them
   now.at.clear();
+  now.plan.clear();
   now.inject.clear();
   if (now.stages == 1) now.wire.clear();
   // Nobody has a copy of one process's state, and nothing else makes up for its loss.

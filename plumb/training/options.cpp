@@ -13,6 +13,7 @@
 #include "plumb/core/join.h"
 #include "plumb/core/number_text.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -147,6 +148,9 @@ std::vector<TrainField> layout_fields() {
            kSameRun),
       list("wire-exclude", &O::wire_exclude, "Values between stages that travel as they are, by name (* and ?)",
            kSameRun),
+      {"plan", &O::plan,
+       "A file of plumb plan -o: where to cut, which rank runs which stage when, and what is computed again, in the "
+       "place of --stages, --microbatches, --data-parallel, --at, --schedule and --recompute"},
       {"schedule", &O::schedule, join(schedule_names()) + ", or a .csv table (plumb plan writes them)"},
       field("data-parallel", &O::replicas,
             "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
@@ -329,10 +333,33 @@ std::vector<std::string> field_texts(const TrainOptions& options, const TrainFie
   return value ? std::vector<std::string>{shortest(*value)} : std::vector<std::string>();
 }
 
+namespace {
+
+// An option beside --plan has its default, or says the same.
+void take_plan(TrainOptions& options) {
+  const TrainOptions defaults;
+  const PipelinePlan plan = read_plan(options.plan);
+  const auto take = [&](const char* name, int64_t TrainOptions::* field, int64_t value) {
+    if (options.*field != defaults.*field && options.*field != value)
+      throw UsageError(c10::str("--", name, " ", options.*field, ": --plan ", options.plan, " is for ", value),
+                       c10::str("leave --", name, " out"));
+    options.*field = value;
+  };
+  take("stages", &TrainOptions::stages, plan.schedule.num_ranks());
+  take("microbatches", &TrainOptions::microbatches, plan.schedule.num_microbatches);
+  take("data-parallel", &TrainOptions::replicas, plan.replicas);
+  if (!options.at.empty() || options.schedule != defaults.schedule || options.recompute != defaults.recompute)
+    throw UsageError("--plan: says itself where to cut, in which order to run and what to compute again",
+                     "leave --at, --schedule and --recompute out");
+}
+
+}  // namespace
+
 TrainOptions read_options(const std::string& config, const FieldTexts& texts) {
   TrainOptions options;
   if (!config.empty()) read_toml(options, read_file(config), config);
   for (const auto& [name, texts_of] : texts) set_field(options, train_field(name), texts_of);
+  if (!options.plan.empty()) take_plan(options);
   return options;
 }
 

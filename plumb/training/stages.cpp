@@ -88,7 +88,7 @@ std::map<int, std::shared_ptr<StageFunction>> make_stages(
     }
     if (o.autocast == "bf16") module = bf16_products(*module);
     stage = std::make_shared<GraphStage>(module, job.pipe->table(), index);
-    stage->recompute = parse_recompute(o.recompute);
+    stage->recompute = parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(index)] : o.recompute);
   }
   return stages;
 }
