@@ -14,7 +14,7 @@
 namespace plumb {
 namespace {
 
-constexpr const char* kPart = ".part";
+constexpr const char* kPart = "_part";
 
 c10::IValue ints(std::vector<int64_t> list) { return {std::move(list)}; }
 

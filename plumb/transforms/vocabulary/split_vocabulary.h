@@ -9,8 +9,8 @@
 // It is no change of order alone: sums over words are taken part by part, so losses and gradients are equal to the
 // undivided model's up to rounding. Those of the divided model are the same bits in one process and in any pipeline.
 //
-// The head's weight and bias become parameters of their own, "head.weight" the rows "head.weight.part0",
-// "head.weight.part1", ...: each rank holds its rows alone. join_vocabulary() puts them together again.
+// The head's weight and bias become parameters of their own, "head.weight" the rows "head.weight_part0",
+// "head.weight_part1", ...: each rank holds its rows alone. join_vocabulary() puts them together again.
 #pragma once
 
 #include <memory>

@@ -39,7 +39,7 @@ at::Tensor x() {
   at::manual_seed(1);
   return there(at::randn({2, 3, 4})).requires_grad_();
 }
-at::Tensor targets() { return there(at::tensor({0, 10, 4, -100, 5, 3})); }
+at::Tensor targets() { return there(at::tensor({0, 10, 4, -100, 5, 3}, at::kLong)); }
 
 TEST(SplitVocabulary, KeepsLossAndGradientsUpToRounding) {
   for (const int parts : {2, 3, 4, 11}) {
@@ -68,7 +68,7 @@ TEST(SplitVocabulary, PartsOfAParameterAreItsRowsAndComeTogetherAgain) {
 }
 
 TEST(SplitVocabulary, ATargetThatIsNoWordIsNoNumber) {
-  const at::Tensor wrong = there(at::tensor({0, 11, 4, 1, 5, 3}));
+  const at::Tensor wrong = there(at::tensor({0, 11, 4, 1, 5, 3}, at::kLong));
   EXPECT_TRUE(at::isnan((*split_vocabulary(head(), 2))(x(), wrong)).item<bool>());
 }
 
