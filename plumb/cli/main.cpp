@@ -17,7 +17,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/freed_memory.h"
 #include "plumb/core/output_file.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/pipeline/launch/environment.h"
 
 namespace {

@@ -7,7 +7,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

@@ -5,7 +5,7 @@
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/node_kind.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {

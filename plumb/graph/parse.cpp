@@ -6,7 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/names.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/parse_tokens.h"
 #include "plumb/graph/schema_fit.h"
 

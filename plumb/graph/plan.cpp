@@ -12,8 +12,8 @@
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
 #include "plumb/graph/describe.h"
-#include "plumb/graph/dispatch_keys.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/dispatch_keys.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/tensors/node_seeds.h"
 
 namespace plumb {

@@ -4,7 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "plumb/graph/describe.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/usage.h"
 #include "plumb/transforms/module.h"

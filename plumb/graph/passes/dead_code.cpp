@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 
 namespace plumb {

@@ -9,7 +9,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
 #include "plumb/transforms/scale/recurrent.h"

@@ -11,7 +11,7 @@
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/numerics/format.h"
 #include "plumb/scaling/fp8_recipes.h"

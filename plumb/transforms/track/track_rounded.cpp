@@ -10,6 +10,7 @@
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/operators.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/track/tracker.h"
 
 namespace plumb {
@@ -144,6 +145,9 @@ at::Tensor track_rounded_meta(const at::Tensor& x, std::string_view, std::string
 
 }  // namespace
 
+const RegisterOperators track_rounded_rows{
+    {"plumb::", "track_rounded", {.has_effects = true, .passes_through = true}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "track_rounded(Tensor x, str fwd, str bwd, int? seed, int dim, int before, int after, int tracker) -> Tensor",

@@ -18,6 +18,7 @@
 #include "plumb/autograd/node_handle.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/define_operator.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 
@@ -296,6 +297,10 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
 
 }  // namespace
 
+const RegisterOperators tracker_rows{
+    {"plumb::", "track", {.has_effects = true, .passes_through = true}},
+    {"plumb::", "track_traced", {.has_effects = true}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m, "track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)", {}, track, nullptr, track_autograd);
   // Never merged, never done again.

@@ -1,27 +1,12 @@
-#include "plumb/graph/operator_table.h"
+#include "plumb/operators/operator_table.h"
 
 #include <algorithm>
-
-#include "plumb/graph/recompute_facts.h"
 
 namespace plumb {
 namespace {
 
 using enum ContractionKind;
 using enum DataSizes;
-
-constexpr Contraction product(std::string_view left, int8_t left_dim, std::string_view right, int8_t right_dim) {
-  return {Product, {{left, left_dim}, {right, right_dim}}};
-}
-constexpr Contraction kLinear = product("input", -1, "weight", -1);
-constexpr Contraction kAttention = {Attention, {{"query"}, {"key"}, {"value", -2}}};
-// Channels stand before the places, with a batch or without.
-constexpr Contraction convolution(int8_t places) {
-  return {Convolution, {{"input", int8_t(-1 - places)}, {"weight", 1}}, int8_t(-1 - places)};
-}
-constexpr Contraction transposed(int8_t places) {
-  return {TransposedConvolution, {{"input", int8_t(-1 - places)}, {"weight", 0}}, int8_t(-1 - places)};
-}
 
 constexpr const char* kOneLibrary = "it belongs to one library, whose kernels take their arguments on trust";
 constexpr const char* kQuantised = "it is about quantized tensors, which no graph of plumb holds";
@@ -32,20 +17,16 @@ constexpr const char* kTestOfItself = "it is torch's test of itself";
 
 constexpr OperatorGroup kGroups[] = {
     // --- products ---
-    {"",
-     "aten::linear plumb::linear plumb::linear_readout plumb::fp8_linear plumb::fp8_scaled_linear",
-     {.contraction = kLinear}},
-    {"plumb::", "fp8_delayed_linear", {.writes = {"state"}, .writes_if = "training", .contraction = kLinear}},
-    {"aten::", "matmul linalg_matmul", {.contraction = product("self", -1, "other", -2)}},
-    {"plumb::", "matmul fp8_matmul", {.contraction = product("left", -1, "right", -2)}},
-    {"aten::", "mm bmm", {.contraction = product("self", -1, "mat2", -2)}},
-    {"aten::", "mv", {.contraction = product("self", -1, "vec", -1)}},
-    {"aten::", "addmv", {.in_place_alike = true, .contraction = product("mat", -1, "vec", -1)}},
-    {"aten::", "dot", {.contraction = product("self", -1, "tensor", -1)}},
-    {"aten::", "inner", {.contraction = product("self", -1, "other", -1)}},
-    {"aten::", "_addmm_activation", {.contraction = product("mat1", -1, "mat2", -2)}},
-    {"aten::", "addmm", {.in_place_alike = true, .contraction = product("mat1", -1, "mat2", -2)}},
-    {"aten::", "baddbmm", {.in_place_alike = true, .contraction = product("batch1", -1, "batch2", -2)}},
+    {"aten::", "linear", {.contraction = Contraction::linear()}},
+    {"aten::", "matmul linalg_matmul", {.contraction = Contraction::product("self", -1, "other", -2)}},
+    {"aten::", "mm bmm", {.contraction = Contraction::product("self", -1, "mat2", -2)}},
+    {"aten::", "mv", {.contraction = Contraction::product("self", -1, "vec", -1)}},
+    {"aten::", "addmv", {.in_place_alike = true, .contraction = Contraction::product("mat", -1, "vec", -1)}},
+    {"aten::", "dot", {.contraction = Contraction::product("self", -1, "tensor", -1)}},
+    {"aten::", "inner", {.contraction = Contraction::product("self", -1, "other", -1)}},
+    {"aten::", "_addmm_activation", {.contraction = Contraction::product("mat1", -1, "mat2", -2)}},
+    {"aten::", "addmm", {.in_place_alike = true, .contraction = Contraction::product("mat1", -1, "mat2", -2)}},
+    {"aten::", "baddbmm", {.in_place_alike = true, .contraction = Contraction::product("batch1", -1, "batch2", -2)}},
     {"aten::", "addbmm", {.in_place_alike = true, .contraction = {BatchProduct, {{"batch1"}, {"batch2", -2}}}}},
     {"aten::", "bilinear", {.contraction = {Bilinear, {{"input1"}, {"input2"}, {"weight"}}}}},
     {"aten::", "einsum", {.may_alias = true, .contraction = {Einsum, {{"tensors"}}}}},
@@ -53,12 +34,12 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::",
      "convolution _convolution _convolution_mode",
      {.contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}}},
-    {"", "aten::conv1d plumb::conv1d", {.contraction = convolution(1)}},
-    {"", "aten::conv2d plumb::conv2d", {.contraction = convolution(2)}},
-    {"", "aten::conv3d plumb::conv3d", {.contraction = convolution(3)}},
-    {"", "aten::conv_transpose1d plumb::conv_transpose1d", {.contraction = transposed(1)}},
-    {"", "aten::conv_transpose2d plumb::conv_transpose2d", {.contraction = transposed(2)}},
-    {"", "aten::conv_transpose3d plumb::conv_transpose3d", {.contraction = transposed(3)}},
+    {"aten::", "conv1d", {.contraction = Contraction::convolution(1)}},
+    {"aten::", "conv2d", {.contraction = Contraction::convolution(2)}},
+    {"aten::", "conv3d", {.contraction = Contraction::convolution(3)}},
+    {"aten::", "conv_transpose1d", {.contraction = Contraction::transposed_convolution(1)}},
+    {"aten::", "conv_transpose2d", {.contraction = Contraction::transposed_convolution(2)}},
+    {"aten::", "conv_transpose3d", {.contraction = Contraction::transposed_convolution(3)}},
 
     // --- recurrent ---
     {"aten::", "lstm", {.draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Lstm}},
@@ -71,8 +52,8 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::", "rnn_relu_cell", {.recurrent = RecurrentLayer::Relu, .recurrent_cell = true}},
 
     // --- norms that write their running statistics ---
-    {"",
-     "aten::batch_norm aten::native_batch_norm aten::_batch_norm_impl_index plumb::batch_norm",
+    {"aten::",
+     "batch_norm native_batch_norm _batch_norm_impl_index",
      {.writes = {"running_mean", "running_var"}, .writes_if = "training"}},
     {"aten::", "instance_norm", {.writes = {"running_mean", "running_var"}, .writes_if = "use_input_stats"}},
     {"aten::",
@@ -84,14 +65,12 @@ constexpr OperatorGroup kGroups[] = {
      "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention "
      "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
      "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable",
-     {.draws_with = "dropout_p", .contraction = kAttention}},
-    {"plumb::", "scaled_dot_product_attention", {.draws_with = "dropout_p", .contraction = kAttention}},
+     {.draws_with = "dropout_p", .contraction = Contraction::attention()}},
     {"aten::", "_fused_sdp_choice", {.draws_with = "dropout_p"}},
     {"aten::",
      "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout",
      {.may_alias = true, .draws_if = "train"}},
     {"aten::", "dropout_ feature_dropout_ alpha_dropout_ feature_alpha_dropout_", {.draws_if = "train"}},
-    {"plumb::", "dropout native_dropout", {.draws_if = "train"}},
     {"aten::", "rrelu rrelu_", {.draws_if = "training"}},
     {"aten::",
      "_cudnn_attention_forward _efficient_attention_forward _flash_attention_forward "
@@ -112,9 +91,6 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::", "lift_fresh matrix_H resolve_conj resolve_neg tensor_split to _to_copy", {.passes_through = true}},
     {"aten::", "diagonal unfold", {.plain_view = true}},
     {"aten::", "type_as", {.may_alias = true, .passes_through = true}},
-    {"plumb::", "quantise simulate_format", {.passes_through = true}},
-    {"plumb::", "track track_rounded", {.has_effects = true, .passes_through = true}},
-    {"plumb::", "track_traced", {.has_effects = true}},
 
     // --- may return an input, and no schema says so ---
     {"aten::",
@@ -143,9 +119,6 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::", "_reshape_alias", {.refused = "it looks at memory without asking whether that is its tensor's"}},
     {"aten::", "_backward retain_grad get_gradients", {.refused = kAutograd}},
     {"aten::", "record_stream", {.refused = "it is about a device's streams"}},
-    {"plumb::",
-     "python_function",
-     {.refused = "it calls Python functions of this process by their number", .opaque = true}},
 
     // --- whole namespaces ---
     {"",
@@ -158,14 +131,6 @@ constexpr OperatorGroup kGroups[] = {
     {"", "mkldnn:: mkldnn_prepacked:: mkl:: onednn::", {.refused = kOneLibrary}},
     {"", "quantized:: _quantized:: quantization::", {.refused = kQuantised}},
     {"", "sparse::", {.refused = kSparse}},
-
-    // --- backward passes ---
-    {"plumb::",
-     "add_backward attention_scale_backward conv1d_backward conv2d_backward conv3d_backward cross_entropy_backward "
-     "dropout_backward embedding_backward fp8_linear_backward fp8_matmul_backward fp8_scaled_linear_backward "
-     "gelu_backward layer_norm_backward linear_backward linear_readout_backward matmul_backward mse_loss_backward "
-     "rms_norm_backward silu_backward silu_glu_backward softmax_backward",
-     {.refused = kTrustsSaved}},
 
     {"aten::", "_cummax_helper _cummin_helper", {.refused = "it writes into tensors without asking whether they fit"}},
 
@@ -288,35 +253,7 @@ constexpr OperatorGroup kGroups[] = {
      "reciprocal remainder reshape rev round rsqrt scalar_tensor shift_left shift_right_arithmetic sign signbit "
      "sin sinh spherical_bessel_j0 split_dim sqrt squeeze sub sum svd tan tanh transpose trunc uniform var view_of "
      "view_of_dtype where xor_sum zeta"},
-    {"plumb::",
-     "add add_scales attention_scale avg_pool1d avg_pool2d avg_pool3d check_input check_sizes control_value "
-     "conv1d_scales conv2d_scales conv3d_scales cross_entropy decision decode elementwise_scales embedding "
-     "encode encode_weight fp8_cast gelu group_norm guard_answer guard_check guard_equal guard_requires_grad "
-     "guard_size "
-     "guard_value guard_value_read layer_norm linear_scales matmul_scales max_pool1d max_pool2d max_pool3d mse_loss "
-     "native_cross_entropy native_layer_norm native_rms_norm pipe_split pointwise relu rescale residual_add "
-     "residual_split rms_norm scale_bwd scale_fwd sigmoid silu silu_glu softmax softmax_scales sym_abs sym_add "
-     "sym_and sym_ceil sym_eq sym_float sym_floor sym_floordiv sym_ge sym_gt sym_int sym_ite sym_le sym_lshift "
-     "sym_lt sym_max sym_min sym_mod sym_mul sym_ne sym_neg sym_not sym_or sym_pos sym_pow sym_rshift sym_sqrt "
-     "sym_sub sym_sum sym_truediv sym_trunc tanh tensor_metrics"},
     {"pippy::", "_pipe_split"},
-};
-
-// Cheap operators. Operators that are composite on the CPU are not here: their parts are recorded, and each has its own
-// node to save what it needs. Unit-scaled operators whose backward needs their result are not cheap: it is kept anyway.
-constexpr RecomputeFacts kRecompute[] = {
-    {"aten",
-     "_softmax _to_copy abs add.Tensor cat clamp clone div.Tensor elu exp gelu glu hardsigmoid hardswish hardtanh "
-     "leaky_relu log_sigmoid_forward masked_fill.Scalar masked_fill.Tensor mish mul.Tensor native_group_norm "
-     "native_layer_norm neg pow.Tensor_Scalar reciprocal relu rsqrt sigmoid silu softplus sqrt sub.Tensor tanh "
-     "threshold where.self",
-     true},
-    {"aten",
-     "_log_softmax _scaled_dot_product_flash_attention_for_cpu addcmul addmm avg_pool2d baddbmm bmm convolution "
-     "max_pool2d_with_indices mm native_batch_norm nll_loss_forward",
-     false},
-    {"plumb", "gelu layer_norm rms_norm silu silu_glu", true},
-    {"plumb", "conv1d conv2d conv3d linear linear_readout matmul", false},
 };
 
 constexpr RefusedFamily kFamilies[] = {
@@ -334,9 +271,8 @@ constexpr std::string_view kTorchs[] = {"aten",     "prim",      "prims",    "c1
 
 }  // namespace
 
-std::span<const OperatorGroup> operator_groups() { return kGroups; }
+std::span<const OperatorGroup> torch_operators() { return kGroups; }
 std::span<const RefusedFamily> refused_families() { return kFamilies; }
-std::span<const RecomputeFacts> recompute_facts() { return kRecompute; }
 
 bool is_torch_namespace(std::string_view space) {
   return std::find(std::begin(kTorchs), std::end(kTorchs), space) != std::end(kTorchs);

@@ -2,10 +2,12 @@
 // for all overloads of its operator. Facts that schemas and tags say (arguments written in place, random operators,
 // sizes that depend on the data) are not repeated; the table holds what they leave out.
 //
-// A new operator needs a row here before a file may name it: `plumb/graph/operator_table.cpp`.
+// A new operator needs a row before a file may name it: a RegisterOperators beside its declaration. Rows of torch's
+// operators stand in `torch_operators.cpp`.
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
@@ -13,8 +15,6 @@
 #include <vector>
 
 namespace plumb {
-
-class Graph;
 
 enum class ContractionKind : uint8_t {
   None,
@@ -44,6 +44,21 @@ struct Contraction {
     size_t n = 0;
     while (n < 3 && !operands[n].argument.empty()) ++n;
     return {operands, n};
+  }
+
+  static constexpr Contraction product(std::string_view left, int8_t left_dim, std::string_view right, int8_t right_dim) {
+    return {ContractionKind::Product, {{left, left_dim}, {right, right_dim}}};
+  }
+  static constexpr Contraction linear() { return product("input", -1, "weight", -1); }
+  static constexpr Contraction attention() {
+    return {ContractionKind::Attention, {{"query"}, {"key"}, {"value", -2}}};
+  }
+  // Channels stand before the places, with a batch or without.
+  static constexpr Contraction convolution(int8_t places) {
+    return {ContractionKind::Convolution, {{"input", int8_t(-1 - places)}, {"weight", 1}}, int8_t(-1 - places)};
+  }
+  static constexpr Contraction transposed_convolution(int8_t places) {
+    return {ContractionKind::TransposedConvolution, {{"input", int8_t(-1 - places)}, {"weight", 0}}, int8_t(-1 - places)};
   }
 };
 
@@ -102,6 +117,22 @@ struct OperatorFacts {
   bool recurrent_cell = false;  // one step, with the weights of one layer
 };
 
+// A reason to refuse an operator: that of all backward passes with a row.
+constexpr const char* kTrustsSaved = "its kernel takes what a forward pass saved on trust";
+
+// Operators, or whole namespaces, whose rows are equal.
+struct OperatorGroup {
+  std::string_view space;    // "aten::"; "" where the names have theirs
+  std::string_view names;    // apart by spaces
+  OperatorFacts facts = {};  // of each of them, but for the name
+};
+
+// Adds rows to the table at start-up: `const RegisterOperators file_rows{...};` at namespace scope, beside the
+// operators' declarations. The texts must last. Throws Error(Internal) for an operator that has a row.
+struct RegisterOperators {
+  RegisterOperators(std::initializer_list<OperatorGroup> groups);
+};
+
 // Returns the row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but
 // that no file may name it.
 const OperatorFacts& operator_facts(std::string_view name);
@@ -125,8 +156,5 @@ std::optional<OperatorRefusal> refused_in_files(std::string_view name);
 // namespace ("mylib"). The operators must be safe with arguments that a file's author chose. Thread-safe. Throws
 // Error(InvalidArgument) for what is no such name, and for torch's own namespaces as a whole.
 void allow_operators(std::string_view name);
-
-// parse_graph() of a text that this process wrote itself: it may name every operator.
-Graph parse_trusted_graph(std::string_view text);
 
 }  // namespace plumb

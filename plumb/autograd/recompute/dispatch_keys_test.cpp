@@ -1,4 +1,4 @@
-#include "plumb/graph/dispatch_keys.h"
+#include "plumb/operators/dispatch_keys.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
@@ -6,12 +6,12 @@
 #include <set>
 #include <sstream>
 
-#include "plumb/graph/recompute_facts.h"
+#include "plumb/autograd/recompute/recompute_facts.h"
 
 namespace plumb {
 namespace {
 
-constexpr const char* kLookHere = "torch changed: look at plumb/graph/dispatch_keys.h";
+constexpr const char* kLookHere = "torch changed: look at plumb/operators/dispatch_keys.h";
 
 TEST(DispatchKeys, AreStillSpareKeysOfTorch) {
   EXPECT_STREQ(c10::toString(kCaptureKey), "TESTING_ONLY_GenericMode") << kLookHere;

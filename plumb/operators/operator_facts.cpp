@@ -1,4 +1,4 @@
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 
 #include <algorithm>
 #include <cctype>
@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/operator_table.h"
+#include "plumb/operators/operator_table.h"
 
 namespace plumb {
 namespace {
@@ -25,23 +25,18 @@ std::vector<std::string_view> words(std::string_view text) {
 
 struct Table {
   std::deque<std::pair<std::string, OperatorFacts>> named;  // the facts' names refer to the strings
-  std::vector<const OperatorFacts*> rows;
   std::unordered_map<std::string_view, const OperatorFacts*> by_name;
 
-  Table() {
-    for (const OperatorGroup& operators : operator_groups()) add_group(operators);
-    std::sort(rows.begin(), rows.end(), [](const auto* a, const auto* b) { return a->name < b->name; });
-    for (const OperatorFacts* facts : rows) {
-      if (!by_name.emplace(facts->name, facts).second)
-        throw Error(ErrorKind::Internal, "two rows of operator facts for " + std::string(facts->name));
-    }
-  }
+  Table() { add(torch_operators()); }
 
-  void add_group(const OperatorGroup& operators) {
-    for (std::string_view word : words(operators.names)) {
-      auto& [name, facts] = named.emplace_back(std::string(operators.space).append(word), operators.facts);
-      facts.name = name;
-      rows.push_back(&facts);
+  void add(std::span<const OperatorGroup> groups) {
+    for (const OperatorGroup& operators : groups) {
+      for (std::string_view word : words(operators.names)) {
+        auto& [name, facts] = named.emplace_back(std::string(operators.space).append(word), operators.facts);
+        facts.name = name;
+        if (!by_name.emplace(name, &facts).second)
+          throw Error(ErrorKind::Internal, "two rows of operator facts for " + name);
+      }
     }
   }
 
@@ -51,8 +46,9 @@ struct Table {
   }
 };
 
-const Table& facts_table() {
-  static const Table* table = new Table;
+// A function's static, so that registration from other files' initializers is safe.
+Table& facts_table() {
+  static Table* table = new Table;
   return *table;
 }
 
@@ -80,6 +76,8 @@ bool is_plain_name(std::string_view text) {
 
 }  // namespace
 
+RegisterOperators::RegisterOperators(std::initializer_list<OperatorGroup> groups) { facts_table().add(groups); }
+
 const OperatorFacts* find_operator_facts(std::string_view name) { return facts_table().find(without_overload(name)); }
 
 const OperatorFacts& operator_facts(std::string_view name) {
@@ -90,7 +88,15 @@ const OperatorFacts& operator_facts(std::string_view name) {
   return whole ? *whole : kUnknown;
 }
 
-std::span<const OperatorFacts* const> operator_table() { return facts_table().rows; }
+std::span<const OperatorFacts* const> operator_table() {
+  static const std::vector<const OperatorFacts*> rows = [] {
+    std::vector<const OperatorFacts*> all;
+    for (const auto& [name, facts] : facts_table().named) all.push_back(&facts);
+    std::ranges::sort(all, {}, &OperatorFacts::name);
+    return all;
+  }();
+  return rows;
+}
 
 std::optional<OperatorRefusal> refused_in_files(std::string_view name) {
   name = without_overload(name);
