@@ -228,7 +228,6 @@ const char* ground_of(NodeKind kind) {
   switch (kind) {
     case NodeKind::Placeholder: return "#16a34a";
     case NodeKind::Output: return "#ea580c";
-    case NodeKind::CallModule: return "#9333ea";
     default: return "#2563eb";
   }
 }

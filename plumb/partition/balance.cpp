@@ -167,12 +167,6 @@ void check_options(const GraphModule& module, const GraphCost& cost, const Balan
   if (limits > 1 && limits != static_cast<size_t>(options.stages)) {
     wrong(str(limits, " memory limits for ", options.stages, " stages"), "give one a stage, or one for all");
   }
-  for (const Node* node : module.graph().nodes()) {
-    if (node->kind() == NodeKind::CallModule) {
-      wrong(node->describe() + " is a nested graph, whose operators have no costs of their own",
-            "balance the graph before it is nested");
-    }
-  }
   if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive");
 }
 

@@ -240,13 +240,6 @@ TEST(Split, LeavesTheModuleAsItIs) {
   EXPECT_EQ(whole->state().size(), 30u);
 }
 
-TEST(Split, NestedGraphsAreCutLikeOthers) {
-  const std::string text = R"(graph { %x: f32[3] = placeholder "x" %p, %q = call_module "inner" (%x, 2) {
-      %a = placeholder "a" %b: int = placeholder "b" %m = aten::mul.Tensor(%a, %b) plumb::pipe_split() %e = aten::exp(%m) output(%e, %a) }
-    %s = aten::mul.Tensor(%p, %q) %l = aten::sum(%s) output(%l, %q) })";
-  expect_equals_whole(*model(text), {}, {randn_there({3}).requires_grad_()}, 2);
-}
-
 TEST(Split, FindsTheLossInEveryStructure) {
   auto tuple = [](std::vector<c10::IValue> v) { return c10::IValue(c10::ivalue::Tuple::create(std::move(v))); };
   const TreeSpec leaf = TreeSpec::leaf(), pair = TreeSpec::tuple({leaf, leaf});

@@ -64,21 +64,19 @@ bool raise_operators(Graph& graph, const RaiseOptions& options, std::vector<std:
     if (rule.exact || options.inexact) by_root[rule.pattern.root_op()].push_back(&rule);
   }
   std::map<std::string, size_t> counts;
-  for (Graph* g : every_graph(graph)) {
-    for (Node* node = g->first(); node; node = node->next()) {
-      while (true) {
-        auto rules = node->is_call() ? by_root.find(node->op_name()) : by_root.end();
-        if (rules == by_root.end()) break;
-        Node* made = nullptr;
-        for (const RaiseRule* rule : rules->second) {
-          if ((made = apply(*g, *rule, node))) {
-            ++counts[rule->name];
-            break;
-          }
+  for (Node* node = graph.first(); node; node = node->next()) {
+    while (true) {
+      auto rules = node->is_call() ? by_root.find(node->op_name()) : by_root.end();
+      if (rules == by_root.end()) break;
+      Node* made = nullptr;
+      for (const RaiseRule* rule : rules->second) {
+        if ((made = apply(graph, *rule, node))) {
+          ++counts[rule->name];
+          break;
         }
-        if (!made) break;
-        node = made;
       }
+      if (!made) break;
+      node = made;
     }
   }
   if (options.inexact && !counts.empty()) keep_views_working(graph);
