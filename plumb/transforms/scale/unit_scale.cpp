@@ -70,7 +70,7 @@ class UnitScaler {
   // the stages look for. The last bits may change: every operator changes anyway.
   void prepare() {
     changed_ |= erase_identities(graph_);
-    changed_ |= find_pass("raise").run(module_, {{"inexact", "true"}}, nullptr);
+    changed_ |= find_pass("fuse_patterns").run(module_, {{"inexact", "true"}}, nullptr);
     changed_ |= find_pass("functionalise").run(module_, {}, nullptr);
   }
 

@@ -1,11 +1,11 @@
-#include "plumb/graph/passes/raise.h"
+#include "plumb/graph/passes/fuse_patterns.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "plumb/graph/pass.h"
 #include "plumb/graph/passes/passes_testing.h"
-#include "plumb/graph/passes/raise_rules.h"
+#include "plumb/graph/passes/pattern_rules.h"
 #include "plumb/graph/pattern.h"
 
 namespace plumb {

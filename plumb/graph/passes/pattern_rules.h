@@ -1,4 +1,4 @@
-// Table of pass `raise`: the forms of an operator that is written as several.
+// Table of pass `fuse_patterns`: the forms of an operator that is written as several.
 #pragma once
 
 #include <functional>
@@ -9,7 +9,7 @@
 
 namespace plumb {
 
-struct RaiseRule {
+struct PatternRule {
   std::string name;
   bool exact;          // the same bits, gradients too
   bool through_casts;  // casts between floating types may stand anywhere in between
@@ -18,7 +18,7 @@ struct RaiseRule {
   std::function<Node*(Graph&, const Match&)> build;
 };
 
-const std::vector<RaiseRule>& raise_rules();
+const std::vector<PatternRule>& pattern_rules();
 
 // Returns whether `x.matmul(w.t()) + b` and `linear(x, w, b)` are the same bits, gradients too, for tensors of these
 // types: both are run on random numbers (not the process's own). False where they cannot be run here.

@@ -1,11 +1,11 @@
-#include "plumb/graph/passes/raise.h"
+#include "plumb/graph/passes/fuse_patterns.h"
 
 #include <map>
 #include <string_view>
 #include <unordered_set>
 
 #include "plumb/graph/passes/layouts.h"
-#include "plumb/graph/passes/raise_rules.h"
+#include "plumb/graph/passes/pattern_rules.h"
 #include "plumb/graph/passes/tools.h"
 
 namespace plumb {
@@ -30,7 +30,7 @@ bool keeps_order_of_sums(const Match& match) {
 }
 
 // Returns the node that took the match's place, or null.
-Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
+Node* apply(Graph& graph, const PatternRule& rule, Node* root) {
   auto match = rule.pattern.match(root, rule.through_casts);
   if (!match || !is_private(*match) || (rule.exact && !keeps_order_of_sums(*match))) return nullptr;
   Node* made = nullptr;
@@ -47,20 +47,20 @@ Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
   return made;
 }
 
-const RegisterPass raise_pass({
-    "raise",
+const RegisterPass fuse_patterns_pass({
+    "fuse_patterns",
     "Puts high-level operators back where a program wrote them as several (t + addmm: linear).",
     {{"inexact", "false", "also where the last bits change: bias of a matmul, silu, gelu, softmax, norms, attention"}},
     [](GraphModule& module, const PassOptions& options, std::vector<std::string>* report) {
-      return raise_operators(module.graph(), {flag_option(options, "inexact", false)}, report);
+      return fuse_patterns(module.graph(), {flag_option(options, "inexact", false)}, report);
     },
 });
 
 }  // namespace
 
-bool raise_operators(Graph& graph, const RaiseOptions& options, std::vector<std::string>* report) {
-  std::unordered_map<std::string_view, std::vector<const RaiseRule*>> by_root;
-  for (const RaiseRule& rule : raise_rules()) {
+bool fuse_patterns(Graph& graph, const FusePatternsOptions& options, std::vector<std::string>* report) {
+  std::unordered_map<std::string_view, std::vector<const PatternRule*>> by_root;
+  for (const PatternRule& rule : pattern_rules()) {
     if (rule.exact || options.inexact) by_root[rule.pattern.root_op()].push_back(&rule);
   }
   std::map<std::string, size_t> counts;
@@ -69,7 +69,7 @@ bool raise_operators(Graph& graph, const RaiseOptions& options, std::vector<std:
       auto rules = node->is_call() ? by_root.find(node->op_name()) : by_root.end();
       if (rules == by_root.end()) break;
       Node* made = nullptr;
-      for (const RaiseRule* rule : rules->second) {
+      for (const PatternRule* rule : rules->second) {
         if ((made = apply(graph, *rule, node))) {
           ++counts[rule->name];
           break;
@@ -81,7 +81,7 @@ bool raise_operators(Graph& graph, const RaiseOptions& options, std::vector<std:
   }
   if (options.inexact && !counts.empty()) keep_views_working(graph);
   if (report) {
-    for (const auto& [name, n] : counts) report->push_back("raised " + name + " " + std::to_string(n) + " times");
+    for (const auto& [name, n] : counts) report->push_back("fused " + name + " " + std::to_string(n) + " times");
   }
   return !counts.empty();
 }

@@ -3,7 +3,7 @@
 //
 // By default only where outputs and gradients stay the same bits: `addmm`, `mm` and `matmul` of a transposed parameter,
 // and a bias added afterwards if both forms give the same bits when run here on this shape (CPU; else it stays a sum of
-// its own). `inexact` also raises forms that round differently in the last bits: that bias, silu, gelu (both forms),
+// its own). `inexact` also fuses forms that round differently in the last bits: that bias, silu, gelu (both forms),
 // softmax, layer_norm, rms_norm and attention.
 //
 // Left alone: a form whose inner values are used elsewhere, written, or in another grad mode.
@@ -13,11 +13,11 @@
 
 namespace plumb {
 
-struct RaiseOptions {
+struct FusePatternsOptions {
   bool inexact = false;
 };
 
-// Returns whether anything changed; what was raised how often goes to `report`. Not named `raise`: that is signal.h's.
-bool raise_operators(Graph& graph, const RaiseOptions& options = {}, std::vector<std::string>* report = nullptr);
+// Returns whether anything changed; what was fused how often goes to `report`.
+bool fuse_patterns(Graph& graph, const FusePatternsOptions& options = {}, std::vector<std::string>* report = nullptr);
 
 }  // namespace plumb

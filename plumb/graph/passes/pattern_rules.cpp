@@ -1,4 +1,4 @@
-#include "plumb/graph/passes/raise_rules.h"
+#include "plumb/graph/passes/pattern_rules.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -24,7 +24,7 @@ bool has_rank(const Arg& arg, size_t rank) {
 }
 
 // A rule for what these lines make of the placeholders, "x w eps:float", as %y.
-RaiseRule rule(const char* name, bool exact, const std::string& placeholders, const std::string& lines,
+PatternRule rule(const char* name, bool exact, const std::string& placeholders, const std::string& lines,
                std::function<Node*(Graph&, const Match&)> build, bool through_casts = false) {
   std::string text = "graph {\n";
   std::istringstream words(placeholders);
@@ -71,7 +71,7 @@ Node* exactly_biased(Graph& g, const Match& m) {
 
 Node* roughly_biased(Graph& g, const Match& m) { return is_bias_of(m) ? with_bias(g, m) : nullptr; }
 
-void add_linear(std::vector<RaiseRule>& rules) {
+void add_linear(std::vector<PatternRule>& rules) {
   for (const std::string& t : transposes()) {
     rules.push_back(rule("linear", true, "x w b", "%t = " + t + " %y = aten::addmm(%b, %x, %t)", biased));
     for (const char* product : {"aten::mm", "aten::matmul"})
@@ -85,7 +85,7 @@ void add_linear(std::vector<RaiseRule>& rules) {
 }
 
 // --- activations ---
-void add_activations(std::vector<RaiseRule>& rules) {
+void add_activations(std::vector<PatternRule>& rules) {
   auto unary = [&](const char* name, const std::string& lines, std::function<Node*(Graph&, const Arg&)> make) {
     rules.push_back(rule(name, false, "x", lines, [make](Graph& g, const Match& m) {
       return m.at("x").is_value() ? make(g, m.at("x")) : nullptr;
@@ -113,7 +113,7 @@ void add_activations(std::vector<RaiseRule>& rules) {
 }
 
 // --- softmax, norms ---
-void add_softmax(std::vector<RaiseRule>& rules) {
+void add_softmax(std::vector<PatternRule>& rules) {
   rules.push_back(rule("softmax", false, "x", R"(
       %m = aten::amax(%x, [-1], True) %d = aten::sub.Tensor(%x, %m) %e = aten::exp(%d)
       %s = aten::sum.dim_IntList(%e, [-1], True) %y = aten::div.Tensor(%e, %s))",
@@ -207,7 +207,7 @@ std::vector<std::string> mean_squares(const std::string& x) {
 }
 
 // First without weight and bias; these are taken up afterwards, whatever stands between.
-void add_norms(std::vector<RaiseRule>& rules) {
+void add_norms(std::vector<PatternRule>& rules) {
   auto add = [&](const char* name, const std::string& placeholders, const std::string& lines, auto build) {
     rules.push_back(rule(name, false, placeholders, lines, build, /*through_casts=*/true));
   };
@@ -267,7 +267,7 @@ void add_norms(std::vector<RaiseRule>& rules) {
 }
 
 // --- attention ---
-void add_attention(std::vector<RaiseRule>& rules) {
+void add_attention(std::vector<PatternRule>& rules) {
   auto build = [](bool divides, bool masked) {
     return [divides, masked](Graph& g, const Match& m) -> Node* {
       const TensorMeta *q = type_of(m.at("q")), *k = type_of(m.at("k")), *v = type_of(m.at("v"));
@@ -304,9 +304,9 @@ void add_attention(std::vector<RaiseRule>& rules) {
 
 }  // namespace
 
-const std::vector<RaiseRule>& raise_rules() {
-  static const std::vector<RaiseRule> rules = [] {
-    std::vector<RaiseRule> all;
+const std::vector<PatternRule>& pattern_rules() {
+  static const std::vector<PatternRule> rules = [] {
+    std::vector<PatternRule> all;
     add_linear(all);
     add_activations(all);
     add_softmax(all);
