@@ -191,7 +191,7 @@ at::Tensor ops::pointwise(at::TensorList inputs, std::string_view program) {
 
 }  // namespace plumb
 
-const RegisterOperators run_rows{
+const plumb::RegisterOperators pointwise_rows{
     {"plumb::", "pointwise"},
 };
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
