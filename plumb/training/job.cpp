@@ -99,8 +99,9 @@ void check_going_on(const TrainOptions& o) {
                            : "--checkpoint-every: nothing says where to",
                      "--checkpoints FOLDER");
   }
-  if (o.max_restarts == 0 && (o.spares > 0 || o.recut)) {
-    throw UsageError(std::string(o.recut ? "--recut" : "--spares") + ": no lost process is made up for",
+  if (o.max_restarts == 0 && (o.spares > 0 || o.recut || o.copies_to_neighbor > 0)) {
+    const char* option = o.recut ? "--recut" : o.spares > 0 ? "--spares" : "--copies-to-neighbor";
+    throw UsageError(std::string(option) + ": no lost process is made up for",
                      "--max-restarts N");
   }
 }

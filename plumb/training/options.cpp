@@ -183,7 +183,8 @@ std::vector<TrainField> checkpoint_fields() {
        "with"},
       field("max-restarts", &O::max_restarts,
             "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep "
-            "theirs; the state comes from memory that they hold, too, or from the last checkpoint",
+            "theirs; the state comes from memory that they hold, too, or from the last checkpoint. Under torchrun, which "
+            "has its own number of them: go on from memory on the hosts that are left",
             whole_number(0, 1000000)),
       field("spares", &O::spares,
             "With --max-restarts: so many processes more, that have read the model and wait to take a lost one's place",
@@ -191,6 +192,10 @@ std::vector<TrainField> checkpoint_fields() {
       {"recut", &O::recut,
        "With --max-restarts: when no spare is left, go on with fewer processes at another cut and schedule, instead of "
        "starting a new one"},
+      field("copies-to-neighbor", &O::copies_to_neighbor,
+            "Under torchrun with --max-restarts, where there is one pipeline: send the state of every so many steps to "
+            "another host, beside the steps, so that a lost host loses so many at most; 0: none",
+            whole_number(0, 1000000)),
       field("patience", &O::patience, "Seconds that a rank which does not answer is waited for",
             whole_number(1, 86400)),
       {"inject", &O::inject, "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
@@ -235,7 +240,8 @@ std::vector<TrainField> output_fields() {
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
+       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {copied_step, rank, to, bytes, seconds, "
+       "in_bubbles}, {interrupted, steps, signal}, {dry_run, "
        "bubble, "
        "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, "
        "{verdict, at_step, text}, {drew, "

@@ -118,6 +118,10 @@ Checks checks_of_checkpoints() {
        }},
       {"spares",
        [](TrainingOptions& t) { t.refuses(t.with("spares", {"1"}), "--spares: no lost process is made up for"); }},
+      {"copies-to-neighbor",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("copies-to-neighbor", {"5"}), "--copies-to-neighbor: no lost process is made up for");
+       }},
       {"recut",
        [](TrainingOptions& t) {
          t.refuses(t.with("recut", {"true"}), "--recut: no lost process is made up for");

@@ -215,13 +215,13 @@ std::optional<Checkpoint> RunCheckpoints::find_own(std::vector<std::string>& tol
   return newest;
 }
 
-int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
+int64_t RunCheckpoints::resume(std::vector<std::string>& told, int64_t after) {
   std::optional<Checkpoint> checkpoint;
   if (world_.rank() == 0) checkpoint = find_own(told);
   const int64_t newest = of_rank_0(world_, checkpoint ? checkpoint->step() : -1);
   run_ = of_rank_0(world_, run_);
   begun_ = of_rank_0(world_, begun_ ? 1 : 0) != 0;
-  if (newest < 0) return 0;
+  if (newest <= after) return 0;
   if (!checkpoint) {
     checkpoint = Checkpoint::open((std::filesystem::path(options_.checkpoints) / checkpoint_name(newest)).string());
   }

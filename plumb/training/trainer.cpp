@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
@@ -12,6 +13,7 @@
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/lasting.h"
+#include "plumb/training/neighbor_copies.h"
 #include "plumb/training/not_finite.h"
 #include "plumb/training/other_machines.h"
 #include "plumb/training/rates.h"
@@ -46,6 +48,7 @@ class Trainer::Run {
  private:
   void watch_progress();
   void go_on();
+  void take_counted(const nlohmann::json& counted);
   void make_recorder();
   void train_step(int64_t step);
   void evaluate(int64_t step, bool last);
@@ -55,10 +58,11 @@ class Trainer::Run {
 
   // Nothing: the run begins.
   std::optional<int64_t> goes_on_after() const {
-    if (start_ > 0 || (session_ && session_->members.generation() > 0)) return start_;
+    if (start_ > 0 || edge_ || generation() > 0 || (session_ && session_->copies.any_found())) return start_;
     if (checkpoints_ && checkpoints_->has_begun()) return 0;
     return std::nullopt;
   }
+  int generation() const { return session_ && session_->members ? session_->members->generation() : 0; }
   RankState rank_state() { return {held_tensors(job_, ranks_.rank()), step_->optimizer()}; }
 
   const TrainOptions o_;
@@ -74,6 +78,7 @@ class Trainer::Run {
   std::unique_ptr<RunCheckpoints> checkpoints_;  // null: no --checkpoints
   std::unique_ptr<Recorder> recorder_;           // null: no --record
   std::unique_ptr<VerdictRun> verdict_;          // null: no --verdict, or it is done
+  std::unique_ptr<NeighborCopies> neighbor_;     // null: no --copies-to-neighbor
   std::vector<std::string> damaged_;             // checkpoints that were passed over
   std::string machines_;                         // which rank computes on another kind of machine, or ""
   int64_t start_ = 0;                            // the step that this run goes on after
@@ -93,7 +98,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
   machines_ = other_machines(ranks_.world);
   if (session) {
-    if (session->members.generation() > 0) edge_ = session->copies.find_edge(ranks_.world, job_);
+    if (!session->members || generation() > 0) edge_ = session->copies.find_edge(ranks_.everyone, job_);
     if (session->was_used && !edge_) job_ = prepare_job(o_, {}, hooks_);  // as the file has it
     session->was_used = true;
   }
@@ -111,7 +116,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
 
 void Trainer::Run::watch_progress() {
   faults_ =
-      std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(), session_ ? &session_->members : nullptr,
+      std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(), session_ && session_->members ? &*session_->members : nullptr,
                                      [this](const Fault& fault) { reports_->emit(event::FaultInjected{fault.text}); });
   job_.pipeline.progress = {};
   const bool reported = ranks_.is_first() && hooks_.progress;
@@ -126,16 +131,32 @@ void Trainer::Run::watch_progress() {
 void Trainer::Run::go_on() {
   if (!o_.checkpoints.empty())
     checkpoints_ = std::make_unique<RunCheckpoints>(o_, job_, ranks_.world, ranks_.groups, step_->optimizer());
+  int64_t newer = 0;  // a checkpoint than what a neighbor has
   if (edge_) {
-    const Json counted = session_->copies.restore(ranks_.world, job_, rank_state());
-    job_.batches->load_state(counted.value("data", Json()));
-    if (checkpoints_) checkpoints_->take_run(counted.value("run", int64_t{0}));
-    job_.pipeline.gradient_groups = counted.value("gradient_groups", job_.pipeline.gradient_groups);
-    start_ = *edge_;
+    const RankState state = rank_state();
+    const Json counted = session_->copies.restore(ranks_.everyone, job_, ranks_.world.size(), &state);
+    if (checkpoints_ && o_.copies_to_neighbor > 0) newer = checkpoints_->resume(damaged_, *edge_);
+    if (newer == 0) take_counted(counted);
+    start_ = newer > 0 ? newer : *edge_;
+    if (newer > 0) edge_.reset();
   } else if (checkpoints_) {
     start_ = checkpoints_->resume(damaged_);
   }
-  if (session_) session_->copies.connect(ranks_.world);
+  if (!session_) return;
+  if (o_.copies_to_neighbor > 0) {
+    int64_t bytes = 1 << 20;  // and at most 8 numbers of state for each of the model's
+    for (const Attr& attr : job_.module().state()) bytes += 8 * std::max<int64_t>(attr.tensor.nbytes(), 64) + 1024;
+    neighbor_ = std::make_unique<NeighborCopies>(ranks_.world, session_->place.host, ranks_.groups.pipeline, bytes);
+    if (!neighbor_->has_neighbor() && ranks_.is_first())
+      reports_->emit(event::LogProblem{"there is no other host to which the state could be sent"});
+  }
+  session_->copies.connect(ranks_.world, neighbor_ ? neighbor_->memory() : std::vector<SharedMemory>());
+}
+
+void Trainer::Run::take_counted(const Json& counted) {
+  job_.batches->load_state(counted.value("data", Json()));
+  if (checkpoints_) checkpoints_->take_run(counted.value("run", int64_t{0}));
+  job_.pipeline.gradient_groups = counted.value("gradient_groups", job_.pipeline.gradient_groups);
 }
 
 void Trainer::Run::make_recorder() {
@@ -192,7 +213,10 @@ void Trainer::Run::keep_copy(int64_t step) {
   session_->copies.take(step, rank_state(),
                         {{"data", job_.batches->state()},
                          {"gradient_groups", job_.pipeline.gradient_groups},
-                         {"run", checkpoints_ ? checkpoints_->run() : 0}});
+                         {"run", checkpoints_ ? checkpoints_->run() : 0}},
+                        neighbor_ && neighbor_->has_neighbor() && !neighbor_->complete());
+  if (!neighbor_ || step == o_.steps || (step % o_.copies_to_neighbor != 0 && step != start_)) return;
+  if (const auto told = neighbor_->send(step, session_->copies.last()); told && ranks_.is_first()) reports_->emit(*told);
 }
 
 void Trainer::Run::run_steps() {
@@ -227,6 +251,8 @@ void Trainer::Run::run_steps() {
   for (int r = 0; r < ranks_.world.size(); ++r) each.push_back(r);
   std::vector<double> through(each.size());
   if (session_) share_numbers(ranks_.world, each, through);
+  if (ranks_.is_first() && stopped_by == 0)
+    release_spares(ranks_.everyone, ranks_.everyone.size() - ranks_.world.size());
 }
 
 // Writes what the options ask for, weights before pictures.
@@ -261,6 +287,8 @@ TrainResult Trainer::Run::run() {
     reports_->started();
     if (!machines_.empty()) reports_->emit(event::LogProblem{machines_});
     for (const std::string& problem : damaged_) reports_->emit(event::CheckpointProblem{problem});
+    if (session_ && !session_->copies.missing().empty())
+      reports_->emit(event::LogProblem{"no process that is left has the state of " + session_->copies.missing()});
     // Without a checkpoint a run that lost more than its copies make up for begins anew.
     if (const auto after = goes_on_after())
       reports_->emit(event::Resumed{*after, o_.steps, *after > 0 ? o_.checkpoints : "the first weights"});

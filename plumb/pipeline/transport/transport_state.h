@@ -88,7 +88,11 @@ struct Transport::State {
   // Null: no value of this step travels on its device.
   DirectMessages* direct() const { return plan != nullptr && !plan->order.empty() ? direct_messages.get() : nullptr; }
 
-  void wait(const Posted& posted) { waits.wait(posted.work, group.timeout()); }
+  void wait(const Posted& posted) {
+    group.count_waiting(1);
+    const auto ended = c10::make_scope_exit([this] { group.count_waiting(-1); });
+    waits.wait(posted.work, group.timeout());
+  }
   Posted post_receive(at::Tensor buffer, int peer, int tag);
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.
