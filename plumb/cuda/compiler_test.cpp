@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -188,6 +189,32 @@ TEST(CubinCache, UsesNothingThatOthersMayWrite) {
   CubinCache("").write("key", {'a'});
   CubinCache("/proc/nothing").write("key", {'a'});
   EXPECT_FALSE(CubinCache("/proc/nothing").read("key"));
+}
+
+// Who may write to a folder above can put another folder in the place of the cache.
+TEST(CubinCache, UsesNoFolderThatOthersMayReplace) {
+  Folder folder;
+  const std::string above = folder.path + "/a";
+  const CubinCache cache(above + "/b/c");
+  cache.write("key", {'a'});
+  ASSERT_TRUE(cache.read("key"));
+  for (const mode_t mode : {0777, 0775, 0702}) {
+    chmod(above.c_str(), mode);
+    EXPECT_FALSE(cache.read("key")) << mode;
+  }
+  chmod(above.c_str(), 01777);
+  EXPECT_TRUE(cache.read("key")) << "as in /tmp, only its owner replaces an entry";
+  chmod(above.c_str(), 0755);
+  ASSERT_TRUE(cache.read("key"));
+  if (geteuid() == 0) {
+    ASSERT_EQ(chown(above.c_str(), 65534, 65534), 0);
+    EXPECT_FALSE(cache.read("key")) << "another user's folder";
+    ASSERT_EQ(chown(above.c_str(), 0, 0), 0);
+  }
+  // What a link leads to counts, and is opened.
+  chmod(above.c_str(), 0777);
+  fs::create_directory_symlink(above + "/b/c", folder.path + "/link");
+  EXPECT_FALSE(CubinCache(folder.path + "/link").read("key"));
 }
 
 TEST(CubinCache, SparesTheCompiler) {
