@@ -188,6 +188,7 @@ std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout
 std::optional<c10::Device> ProcessGroup::device() const {
   return state_->device_backend ? std::optional(state_->device) : std::nullopt;
 }
+bool ProcessGroup::shares_memory() const { return state_->options.share_memory; }
 const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const { return state_->backend; }
 const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::device_backend() const { return state_->device_backend; }
 const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const { return state_->store; }

@@ -39,6 +39,8 @@ class ProcessGroup {
   std::optional<c10::Device> device() const;
 
   // --- for messages (transport.h, broadcast.h) ---
+  // Returns GlooOptions::share_memory.
+  bool shares_memory() const;
   // Null: one process alone.
   const c10::intrusive_ptr<c10d::Backend>& backend() const;
   // Returns the backend that values on device() go through. Null: all values are staged through backend().
@@ -74,6 +76,8 @@ struct GlooOptions {
   // Runs Gloo's own threads under SCHED_BATCH: a woken thread then does not take the core from the one that computes,
   // which halves a message's cost on busy cores. The calling thread keeps its own policy.
   bool batch_threads = true;
+  // Sends short messages to ranks of this host through memory that both hold (host_rings.h).
+  bool share_memory = true;
   // The device that this rank computes on. Its values travel through the backend registered for it, if there is one.
   std::optional<c10::Device> device;
 };
