@@ -24,6 +24,7 @@ from zoo_transformers import MODELS  # noqa: E402
 
 import plumb  # noqa: E402
 from plumb.transforms import simulate_format, track_scales, unit_scale  # noqa: E402
+from plumb.transforms.utils import apply_transform  # noqa: E402
 
 
 def made(name):
@@ -88,21 +89,34 @@ def base(target):
 
 def is_spelled_norm(node):
     """Returns whether the node is the root of a mean or a variance, in any spelling: every norm in Python has one."""
-    inverse = base(node.target) == "pow" and node.args[1] == -0.5
+    inverse = base(node.target) == "pow" and node.args[1:] == (-0.5,)
     if base(node.target) not in ("rsqrt", "sqrt") and not inverse:
         return False
-    while base(node.target) in ("rsqrt", "sqrt", "pow", "add", "clamp", "clamp_min", "to") and isinstance(node.args[0], torch.fx.Node):
+    while base(node.target) in ("rsqrt", "sqrt", "pow", "add", "clamp", "clamp_min", "to") and isinstance(
+        next(iter(node.args), None), torch.fx.Node
+    ):
         node = node.args[0]
     return base(node.target) in ("mean", "var")
 
 
-def shares(name):
-    """Norms found in the model's own graph and unit-scaled ones; matrix products likewise."""
+def own_calls(name):
+    """Returns the operator calls of the model's own graph; of a model that takes values out of tensors, those of the path it took."""
     model, args, kwargs = made(name)
     if name in RUNS_FIRST:
         run(model, args, kwargs)
-    verify = name not in NO_INPUT_GRADIENTS
-    found = [n for n in plumb.capture(model, *args, plumb_verify=verify, **kwargs).to_fx().graph.nodes if n.op == "call_function"]
+    found = []
+
+    def backend(gm, inputs):
+        found[:] = [node for node in gm.graph.nodes if node.op == "call_function"]
+        return gm
+
+    run(apply_transform(model, backend), args, kwargs, name not in NO_INPUT_GRADIENTS)
+    return found
+
+
+def shares(name):
+    """Norms found in the model's own graph and unit-scaled ones; matrix products likewise."""
+    found, verify = own_calls(name), name not in NO_INPUT_GRADIENTS
     norms = sum(base(n.target) in NORMS or is_spelled_norm(n) for n in found)
     model, args, kwargs = made(name)
     module = unit_scale(model)

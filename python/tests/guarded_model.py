@@ -79,6 +79,7 @@ CHANGES = {
     "something_in_place_of_none": lambda m: setattr(m, "optional", 4.0),
     "an_attribute_of_the_class": lambda m: setattr(type(m), "class_factor", 3.0),
     "another_module": lambda m: setattr(m, "linear", nn.Identity()),
+    "another_parameter": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.full((8, 8), 0.1))),
     "no_bias": lambda m: setattr(m.linear, "bias", None),
     "another_dtype": lambda m: m.double(),
 }

@@ -35,7 +35,8 @@ NAMES = {
     "a_global": "'FACTOR'", "a_tensor_that_is_replaced": "'kept'", "a_hook_that_is_registered_later": "'linear.hooks'",
     "a_pre_hook": "'norm.hooks'", "a_forward_of_a_part": "'linear.forward'", "a_forward_of_the_class": "'Mine.shifted'|'shifted'",
     "an_attribute_that_was_not_there": "'extra'", "something_in_place_of_none": "'optional'",
-    "an_attribute_of_the_class": "'class_factor'",
+    "an_attribute_of_the_class": "'class_factor'", "another_module": "'modules'", "another_parameter": "'linear.weight'",
+    "no_bias": "'linear.bias'",
 }  # fmt: skip
 
 

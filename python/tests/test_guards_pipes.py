@@ -66,10 +66,18 @@ CHANGES = {
     "the_epsilon_of_a_norm": lambda m: setattr(m.parts[2].norm, "eps", 10.0),
     "a_tensor": lambda m: setattr(m, "kept", torch.full((8,), 2.0)),
     "a_hook": lambda m: m.parts[0].linear.register_forward_hook(lambda mod, args, out: out * 2),
+    "another_module": lambda m: setattr(m.parts[1], "dropout", nn.Tanh()),
     "a_forward_of_a_part": lambda m: setattr(m.parts[1].norm, "forward", lambda x: x - 1),
     "a_global": set_global,
     "the_mode_of_the_model": lambda m: m.eval(),
     "the_mode_of_a_part": lambda m: m.parts[1].eval(),
+}
+OTHER_PARAMETERS = {
+    "a_parameter": lambda m: setattr(m.parts[1].linear, "weight", nn.Parameter(torch.ones(8, 8))),
+    "a_parameter_that_is_gone": lambda m: setattr(m.parts[1].linear, "bias", None),
+    "a_tied_parameter": lambda m: setattr(m.parts[1].linear, "weight", m.parts[0].linear.weight),
+    "another_part": lambda m: m.parts.__setitem__(1, Part(m.config)),
+    "parts_in_another_order": lambda m: m.parts.insert(0, m.parts.pop(2)),
 }
 X, SMALL = torch.linspace(-2, 2, 32).view(4, 8), torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -126,6 +134,17 @@ def test_a_pipe_and_its_stages_follow(change, model):
     CHANGES[change](model)
     assert not torch.equal(model(X), before)
     assert_like(pipe, model)
+
+
+@pytest.mark.parametrize("change", OTHER_PARAMETERS)
+def test_a_pipe_refuses_a_model_whose_parameters_are_not_those_of_its_stages(change, model):
+    pipe = cut(model)
+    assert_like(pipe, model)
+    OTHER_PARAMETERS[change](model)
+    for x in (X, SMALL):
+        for call in (lambda x: pipe(x), lambda x: by_hand(pipe, x), lambda x: in_schedule(pipe, x)):
+            with pytest.raises(plumb.Error, match="is not the parameter that it was"):
+                call(x)
 
 
 def test_a_pipe_that_was_cut_in_training_evaluates(model):

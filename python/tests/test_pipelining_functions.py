@@ -23,6 +23,7 @@ from plumb.pipelining.schedules import (
     get_schedule_class,
 )
 from torch import nn
+from torch_names import schedules  # noqa: F401  (gives schedules their pipeline_order_with_comms)
 from torch_names._utils import (
     extract_tensor_meta,
     flatten_args,

@@ -276,6 +276,12 @@ class _Resolver:
         for key in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             self.value(ITEM, vars(nn.modules.module), key, vars(nn.modules.module)[key], "hooks of all modules")
 
+    def parts(self, module: nn.Module) -> None:
+        """Which modules a module has. A transformed one looks itself (`Tree`)."""
+        for sub in module.modules():
+            if isinstance(parts := sub.__dict__.get("_modules"), dict):  # a scripted module's stays
+                self.guards.add(ITEM, sub.__dict__, "_modules", parts, self._name(sub, "modules"), self.containers)
+
     def forward(self, sub: nn.Module, own: bool) -> None:
         name = self._name(sub, "forward")
         if own and "forward" in sub.__dict__:
@@ -303,14 +309,16 @@ def _is_users_class(cls: type) -> bool:
 
 
 def guards_of(
-    observer: Observer, module: nn.Module, written: set[tuple[int, Any]], forward: Callable[..., Any] | None
+    observer: Observer, module: nn.Module, written: set[tuple[int, Any]], forward: Callable[..., Any] | None, parts: bool = False
 ) -> Guards:
     """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
-    the forward itself changed. `forward`: was called instead of ``module(...)``."""
+    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too."""
     make = _Resolver(module, written)
     make.hooks(module, with_root=forward is None)
     for sub in module.modules():
         make.forward(sub, own=sub is not module or forward is None)
+    if parts:
+        make.parts(module)
     if forward is not None:
         make.functions_in(forward)
     for (_, key), owner in observer.reads.items():

@@ -164,7 +164,7 @@ class Captured(NamedTuple):
     plain: list  # by output: the value of what is no tensor
     notes: list[str]
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
-    guards: Callable[[], Guards]  # makes those of what the forward read, when the module is as it is to be again
+    guards: Callable[..., Guards]  # makes those of what the forward read, when the module is as it is to be again
     left: LeftTensors  # what the graph returns behind its outputs, if the forward was given
 
     def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
@@ -301,7 +301,8 @@ def capture(
         forward.prepare(args, kwargs)
     leaves, _ = flatten_inputs(args, kwargs)
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
-    guards = captured.guards()
+    guards = captured.guards(parts=True)
+    guards.add_parameters(module)
     guards.end_with(module)
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""

@@ -64,6 +64,28 @@ def _contents(value: Any, found: list, depth: int = 0) -> list:
     return found
 
 
+class _Parameters:
+    """Which tensors the parameters of a module are. It keeps none of them."""
+
+    def __init__(self, module: nn.Module):
+        self.known = [
+            (sub._parameters, key, id(p), p.device, f"{path}.{key}" if path else key)
+            for path, sub in module.named_modules()
+            if isinstance(sub._parameters, dict)  # not of a scripted module
+            for key, p in sub._parameters.items()
+            if p is not None
+        ]
+
+    @property
+    def other(self) -> str | None:
+        """The name of one that is another tensor now, on the same device."""
+        for table, key, known, device, name in self.known:
+            p = table.get(key)
+            if p is None or (id(p) != known and p.device == device):
+                return name
+        return None
+
+
 class Guards:
     """Entries for what was read, and a name for each. Empty: nothing is held."""
 
@@ -105,12 +127,16 @@ class Guards:
             if isinstance(table, dict) and isinstance(tensor, Tensor):
                 self.add(TENSOR, table, key, (tensor.dtype, tensor.device, tensor.shape), name)
 
+    def add_parameters(self, module: nn.Module) -> None:
+        """Adds which tensors the module's parameters are. A module that is moved to another device gets new ones."""
+        self.add(ATTRIBUTE, _Parameters(module), "other", None, "")
+
     def hold(self) -> bool:
         """Returns whether everything is as it was read. Values that are equal and other objects are the same."""
         i = _C.first_changed(self.entries)
         while i >= 0:
             if not self._still(i):
-                self.broken = self.names[i]
+                self.broken = self.names[i] or self.entries[i][1].other
                 return False
             i = _C.first_changed(self.entries, i + 1)
         return True

@@ -16,7 +16,6 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _check, _row, _schedule, _table, _validate_schedule
 from ._run import CustomFunctions, Run, group_timeout, prepare_own
-from ._torch_lowering import late_receives, rank_of_entries, with_messages
 from ._utils import InvalidSchedule, InvalidType, InvalidValue
 from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from .stage import _PipelineStageBase
@@ -71,7 +70,6 @@ class _PipelineSchedule(CustomFunctions):
     # The engine's table; `pipeline_order` is made from it when asked for, and replaces it when set.
     _engine_table: _C.Schedule | None = None
     _pipeline_order: Table | None = None
-    _with_comms: Table | None = None  # with messages, for those who ask or give it so
 
     def _begin(
         self, stages: list, n_microbatches: int, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
@@ -101,7 +99,7 @@ class _PipelineSchedule(CustomFunctions):
 
     @pipeline_order.setter
     def pipeline_order(self, actions: Table | None) -> None:
-        self._pipeline_order, self._engine_table, self._with_comms, self._run = actions, None, None, None
+        self._pipeline_order, self._engine_table, self._run = actions, None, None
 
     def _order_of(self, table: _C.Schedule) -> Table:
         return _table(table.with_idle_ticks())
@@ -360,44 +358,19 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _validate_and_set_stage_mapping(self, actions: Table) -> None:
         self._set_ranks(_validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches))
 
-    @property
-    def pipeline_order_with_comms(self) -> Table:
-        """The table with sends, receives, UNSHARD, RESHARD and REDUCE_GRAD."""
-        if self._with_comms is None and self.pipeline_order:
-            table = self._engine_table
-            if table is not None and table.bidirectional:
-                rows = list(_table(table).values())
-                self._with_comms = self._with_messages(rows, table.ranks, rank_of_entries(rows, table.ranks))
-            else:
-                self._with_comms = self._lower(self.pipeline_order)
-        return self._with_comms or {}
-
-    @pipeline_order_with_comms.setter
-    def pipeline_order_with_comms(self, actions: Table) -> None:
-        self._with_comms, self._run = actions, None
-
     def _table_to_run(self) -> _C.Schedule:
-        # Messages follow from the table, so that it need not be lowered here.
         around_use = self._functions.keys() & {UNSHARD, RESHARD}
-        if not self._with_comms and not around_use and self._engine_table is not None and self._pipeline_order is None:
+        if not around_use and self._engine_table is not None and self._pipeline_order is None:
             return self._engine_table
-        return self._runnable(self._with_comms or (self.pipeline_order_with_comms if around_use else self.pipeline_order))
-
-    def _lower(self, actions: Table) -> Table:
-        rows = [_row(_C.with_surroundings(actions[rank], 3, True)) for rank in sorted(actions)]
-        return self._with_messages(rows, [rank for _, rank in sorted(self.stage_index_to_group_rank.items())])
-
-    def _with_messages(self, *table: Any) -> Table:
-        try:
-            lowered = with_messages(*table)
-            return dict(enumerate(late_receives(lowered, *table[1:]) if self._defer_pp_recv else lowered))
-        except Error as error:
-            raise InvalidSchedule(f"Malformed compute schedule: {error}") from None
+        order = self.pipeline_order
+        if around_use and order and all(a is None or a.is_compute_op for row in order.values() for a in row):
+            order = {rank: _row(_C.with_surroundings(row, 3, True)) for rank, row in order.items()}
+        return self._runnable(order)
 
     def _prepare_schedule_with_comms(
         self, actions: Table, format: Literal["compute_only", "compute_comms"] = "compute_only"
     ) -> None:
-        """Takes a table: one that only computes, which gets its messages here, or one that has them."""
+        """Takes a table: one that only computes, or one with messages, in whose place a step makes its own."""
         if format not in ("compute_only", "compute_comms"):
             raise InvalidValue(f'the format of a table is "compute_only" or "compute_comms", not "{format}"')
         self._validate_and_set_stage_mapping(actions)
@@ -408,13 +381,11 @@ class PipelineScheduleMulti(_PipelineSchedule):
                         f"Expected compute-only schedule but found communication action '{action}' at rank {rank}, "
                         f"position {position}"
                     )
-            self._with_comms = self._lower(actions)
         else:
             if any(action is None for row in actions.values() for action in row):
                 raise InvalidSchedule("a table with messages has no idle entries")
             _check(_schedule(actions, None, self._n_microbatches), False, False)
-            self._with_comms = {rank: list(row) for rank, row in actions.items()}
-        self._run = None
+        self.pipeline_order = {rank: list(row) for rank, row in actions.items()}
 
     _load_actions = _prepare_schedule_with_comms
 
@@ -424,13 +395,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
         if format == "compute_comms":
             actions = {rank: [a for a in row if a is not None] for rank, row in actions.items()}
         self._prepare_schedule_with_comms(actions, format)
-        if format == "compute_only":
-            self._pipeline_order, self._engine_table = actions, None
-
-    def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms") -> None:
-        actions = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
-        lines = [",".join("" if action is None else str(action) for action in row) + "\n" for row in actions.values()]
-        _C.write_file(os.fspath(filename), "".join(lines))
 
 
 _PipelineScheduleRuntime = PipelineScheduleMulti  # torch has two

@@ -107,7 +107,15 @@ def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]
 class _AsCut:
     """A live model as it was when it was cut, for captures later: modes, and the dtypes and devices of its tensors."""
 
-    def __init__(self, module: nn.Module, state: list):
+    def __init__(self, module: nn.Module, state: list, first: _AsCut | None = None):
+        """`first`: of the cut that this one repeats. It may see stand-ins for the model's parameters."""
+        if first is None:
+            self.ids = {name: (id(p), p.device) for name, p in module.named_parameters()}
+            self.parameters = Guards()
+            self.parameters.add_parameters(module)
+            self.parameters.end_with(module)
+        else:
+            self.ids, self.parameters = first.ids, first.parameters
         self._modes = [sub.training for sub in module.modules()]
         self.kinds = {name: (tensor.dtype, tensor.device) for name, _, tensor, _ in state}
 
@@ -126,6 +134,7 @@ class _AsCut:
                 kind=ErrorKind.InvalidState,
                 remedy="cut the model again after changing it",
             )
+        self._refuse_other_parameters(module)
         # A stage that was moved has taken its part of the model along; a capture asks for no values of parameters.
         stand_ins: dict[str, Tensor] = {}
         made: dict[int, Tensor] = {}
@@ -147,6 +156,21 @@ class _AsCut:
                 sub.training = mode
 
 
+    def _refuse_other_parameters(self, module: nn.Module) -> None:
+        """The stages hold those of the cut: a model with others would be captured with names that are not of its values."""
+        other = None if self.parameters.hold() else self.parameters.broken
+        for name, p in module.named_parameters():
+            known, device = self.ids.get(name, (id(p), p.device))
+            if known != id(p) and device == p.device:
+                other = name
+        if other is not None:
+            raise Error(
+                f"'{other}' is not the parameter that it was when the model was cut, which the stages hold",
+                kind=ErrorKind.InvalidState,
+                remedy="cut the model again after changing it",
+            )
+
+
 def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
         return tensor.to(dtype=dtype, device=device)
@@ -155,8 +179,9 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty.zero_()
 
 
-def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
-    """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
+def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None, first: _AsCut | None = None) -> Source:
+    """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards. `first`: of the cut that this one
+    repeats."""
     logger.info("Tracing model ...")
     parameters = positional_names(unmarked_forward(module))
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
@@ -164,17 +189,18 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
         if marks is not None:
             marks.check_called()
     leaves = flatten((args, kwargs))[0]
-    guards = captured.guards()  # without the marks
+    guards = captured.guards(parts=True)  # without the marks
     whole = captured.as_module(leaves, module.training, guards)
     whole._made_how, whole._make_again = "the model was cut", "cut it with inputs like these"
     alive = guards.end_with(module)
-    as_cut = _AsCut(module, captured.engine.state())
+    as_cut = _AsCut(module, captured.engine.state(), first)
+    guards.include(as_cut.parameters)
 
     def again(args: tuple, kwargs: dict, **other: Any) -> Source | None:
         model = alive()
         if model is None:
             return None
-        return as_cut.run(model, lambda: from_module(model, args, kwargs, spec), **other)
+        return as_cut.run(model, lambda: from_module(model, args, kwargs, spec, first or as_cut), **other)
 
     arguments = _argument_names(captured.in_spec, parameters)
     example = [x if isinstance(x, Tensor) else None for x in leaves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import torch.distributed as dist  # noqa: F401  (replaced by tests)
 from plumb.pipelining._actions import (
@@ -18,14 +19,45 @@ from plumb.pipelining._actions import (
     W,
     _Action,
     _row,
+    _table,
 )
-from plumb.pipelining._torch_lowering import Known, check_rows, late_receives, parts_of, stuck, with_messages
 from plumb.pipelining._utils import InvalidSchedule
 from plumb.pipelining.schedules import PipelineScheduleMulti
 
 from plumb import _C
 
+from ._lowering import Known, check_rows, late_receives, parts_of, rank_of_entries, stuck, with_messages
 from ._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping  # noqa: F401
+
+
+def _with_comms(self: PipelineScheduleMulti) -> Table:
+    """The table with sends, receives, UNSHARD, RESHARD and REDUCE_GRAD."""
+    order, table = self.pipeline_order or {}, self._engine_table
+    if any(action is not None and not action.is_compute_op for row in order.values() for action in row):
+        return order
+    try:
+        if table is not None and table.bidirectional:
+            rows, ranks = list(_table(table).values()), table.ranks
+            rank_of = rank_of_entries(rows, ranks)
+        else:
+            rows = [_row(_C.with_surroundings(row, 3, True)) for row in _rows(order)]
+            ranks, rank_of = [rank for _, rank in sorted(self.stage_index_to_group_rank.items())], None
+        lowered = with_messages(rows, ranks, rank_of)
+        return dict(enumerate(late_receives(lowered, ranks, rank_of) if self._defer_pp_recv else lowered))
+    except _C.Error as error:
+        raise InvalidSchedule(f"Malformed compute schedule: {error}") from None
+
+
+def _dump_csv(self: PipelineScheduleMulti, filename: str, format: str = "compute_comms") -> None:
+    actions = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
+    lines = [",".join("" if action is None else str(action) for action in row) + "\n" for row in actions.values()]
+    _C.write_file(os.fspath(filename), "".join(lines))
+
+
+PipelineScheduleMulti.pipeline_order_with_comms = property(
+    _with_comms, lambda self, actions: setattr(self, "pipeline_order", actions)
+)
+PipelineScheduleMulti._dump_csv = _dump_csv
 
 
 def _ranks(stage_to_rank, num_stages: int) -> list[int]:

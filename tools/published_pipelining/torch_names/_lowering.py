@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._errors import Error, ErrorKind
-from ._actions import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, _Action
+from plumb.pipelining._actions import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, _Action
+
+from plumb import Error, ErrorKind
 
 Rows = list[list["_Action | None"]]
 RankOf = Callable[[int, int], int]  # the rank of a stage for a microbatch
