@@ -191,7 +191,7 @@ TEST(CubinCache, UsesNothingThatOthersMayWrite) {
   EXPECT_FALSE(CubinCache("/proc/nothing").read("key"));
 }
 
-// Who may write to a folder above can put another folder in the place of the cache.
+// Another user who may write to a folder above can put another folder in the place of the cache.
 TEST(CubinCache, UsesNoFolderThatOthersMayReplace) {
   Folder folder;
   const std::string above = folder.path + "/a";
@@ -211,7 +211,7 @@ TEST(CubinCache, UsesNoFolderThatOthersMayReplace) {
     EXPECT_FALSE(cache.read("key")) << "another user's folder";
     ASSERT_EQ(chown(above.c_str(), 0, 0), 0);
   }
-  // What a link leads to counts, and is opened.
+  // The folder that a link leads to is checked and opened.
   chmod(above.c_str(), 0777);
   fs::create_directory_symlink(above + "/b/c", folder.path + "/link");
   EXPECT_FALSE(CubinCache(folder.path + "/link").read("key"));

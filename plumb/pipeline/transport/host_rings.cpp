@@ -78,11 +78,11 @@ std::string host_text() {
 }  // namespace
 
 struct HostRings::Head {
-  std::uint64_t secret = 0;  // in the address, too: whoever has the address has opened this memory
+  std::uint64_t secret = 0;  // a part of the address: a memory with it is the one that was named
   Word closed = 0;
 };
 
-// What a rank says to one peer. Each number has a cache line of its own.
+// A rank's numbers for one peer. Each has a cache line of its own.
 struct HostRings::Lane {
   alignas(64) Word written = 0;  // bytes of messages to the peer, modulo 2^32
   alignas(64) Word read = 0;     // bytes of the peer's messages that were read

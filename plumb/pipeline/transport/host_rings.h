@@ -4,11 +4,11 @@
 // of messages to that peer, and how far the rank has read the peer's ring. A message is there as soon as it is written:
 // no thread of Gloo's takes part, and a receiver that is awake need not be woken.
 //
-// A receiver looks for its message before it sleeps, where every rank of the host can have a core. It looks for a
-// shorter time after looking in vain, so ranks whose stages take long sleep at once.
+// A receiver looks for its message before it sleeps, if there is a core for every rank of the host. The time that it
+// looks halves whenever no message came meanwhile, so ranks whose stages take long sleep at once.
 //
-// A peer is lost when its process has ended, or has closed its rings. What a peer writes is copied before it is read,
-// and held against the ring's limits: a hostile peer can make an error, no more.
+// A peer is lost when its process has ended, or has closed its rings. Messages are copied before they are read, and
+// checked against the ring's limits: a hostile peer can make an error, no more.
 #pragma once
 
 #include <ATen/core/Tensor.h>

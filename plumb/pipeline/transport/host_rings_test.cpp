@@ -102,7 +102,7 @@ TEST(HostRings, EndAWaitByItsTimeAndByAnInterrupt) {
   other.join();
 }
 
-// What a peer has written is there after it has gone; then the wait ends.
+// A lost peer's messages are there after it has gone; then the wait ends.
 TEST(HostRings, NoticeThatAPeerHasClosedOrEnded) {
   HostRings own(0, 2);
   {

@@ -27,7 +27,7 @@ inline wire::Prologue read_prologue(const at::Tensor& buffer) {
   return p;
 }
 
-// What a step's messages between two ranks may take of their ring. Half of it: the sender may be a step ahead.
+// A step's share of the ring between two ranks. It is half of the ring: the sender may be a step ahead.
 class RingShare {
  public:
   // Returns whether a message in a buffer of `capacity` bytes goes through the ring. Both ends ask for all messages of
