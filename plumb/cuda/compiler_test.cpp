@@ -76,6 +76,7 @@ std::vector<std::string> every_kind_of_kernel() {
     }
     texts.push_back(decode_text(carrier, pack));
     texts.push_back(keep_text(carrier, pack));
+    texts.push_back(hash_text(carrier));
     texts.push_back(largest_text(carrier, pack));
     for (const char* format : {"mxfp8", "nvfp4", "mxfp4-SR"}) {
       const FPFormat f = FPFormat::parse(format);
