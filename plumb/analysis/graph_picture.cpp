@@ -233,7 +233,7 @@ const char* ground_of(NodeKind kind) {
   }
 }
 
-std::string body_of(const Drawing& d) {
+std::string body_of(const Drawing& d, const NodeColors& colors) {
   std::string out;
   for (size_t m = 0; m < d.modules.size(); ++m) {
     const ModuleBox& box = d.modules[m];
@@ -259,7 +259,9 @@ std::string body_of(const Drawing& d) {
              svg::text(8, 16, e.title, {"module-name", "start", 12, true, "#2563eb"}) + "</g>\n";
       continue;
     }
-    out += svg::rect(R"(fill="white" stroke="#94a3b8" rx="4")", 4, 3, d.width - 2 * x - 8, kRow - 6) +
+    const auto color = colors.find(e.node);
+    const std::string ground = color == colors.end() ? "white" : color->second;
+    out += svg::rect("fill=\"" + ground + "\" stroke=\"#94a3b8\" rx=\"4\"", 4, 3, d.width - 2 * x - 8, kRow - 6) +
            "<path stroke-width=\"3\" stroke=\"" + ground_of(e.node->kind()) + "\" d=\"M6 7v12\"/>" +
            svg::text(14, 17, e.title) +
            svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.detail, {"muted", "start", 11}) + "</g>\n";
@@ -271,10 +273,10 @@ std::string body_of(const Drawing& d) {
 
 std::string graph_svg(const Graph& graph) {
   const Drawing d = drawing_of(graph);
-  return svg::picture(d.full_width(), d.height(), body_of(d), true);
+  return svg::picture(d.full_width(), d.height(), body_of(d, {}), true);
 }
 
-std::string graph_html(const Graph& graph) {
+std::string graph_html(const Graph& graph, const NodeColors& colors) {
   const Drawing d = drawing_of(graph);
   nlohmann::json data = {{"row", kRow},
                          {"head", kHead},
@@ -297,7 +299,7 @@ std::string graph_html(const Graph& graph) {
          "shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
          "all</button> <button type=\"button\" class=\"more unfold-all\">unfold all</button> <span "
          "class=\"count\"></span></div>\n<div class=\"graph-scroll\">" +
-         svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n" + svg::data_script(data) +
+         svg::picture(d.full_width(), d.height(), body_of(d, colors), false) + "</div>\n" + svg::data_script(data) +
          "</figure>\n";
 }
 
