@@ -65,6 +65,11 @@ class Printer {
     if (const auto* e = std::get_if<event::CheckpointProblem>(&event)) return &e->problem;
     if (const auto* e = std::get_if<event::LogProblem>(&event)) return &e->problem;
     if (const auto* e = std::get_if<event::Restarted>(&event)) return &e->why;
+    if (const auto* e = std::get_if<event::AuditFailed>(&event)) {
+      static std::string text;
+      text = c10::str("audit: rank ", e->rank, " is wrong in step ", e->step, ": ", e->tensor, ": ", e->why);
+      return &text;
+    }
     return nullptr;
   }
 

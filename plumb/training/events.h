@@ -78,6 +78,15 @@ struct FaultInjected {
   std::string fault;
   static void keys(auto& e, auto&& key) { key("injected", e.fault); }
 };
+// A rank has computed, or holds, something wrong.
+struct AuditFailed {
+  int64_t step = 0;
+  int rank = 0;
+  std::string tensor, why;
+  static void keys(auto& e, auto&& key) {
+    key("audit", e.step), key("rank", e.rank), key("tensor", e.tensor), key("why", e.why);
+  }
+};
 // The launcher replaces a lost rank.
 struct Restarted {
   int64_t restart = 0, of = 0;
@@ -140,7 +149,7 @@ struct TrainNeeds {
 
 using TrainEvent = std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped,
                                 event::Evaluated, event::Recomputed, event::CheckpointWritten, event::CheckpointProblem,
-                                event::LogProblem, event::FaultInjected, event::Restarted, event::Interrupted,
+                                event::LogProblem, event::FaultInjected, event::AuditFailed, event::Restarted, event::Interrupted,
                                 event::Saved, event::Dumped, event::Concluded, event::Drew, TrainNeeds>;
 
 // Returns the event as the help of --json lists it. Numbers that are not finite become null when it is printed.

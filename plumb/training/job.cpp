@@ -10,6 +10,7 @@
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/tensors/parameter_tag.h"
+#include "plumb/training/audit.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
@@ -74,6 +75,11 @@ void check_outputs(const TrainOptions& o) {
   check_writable("--verdict-page", o.verdict_page, inputs);
   check_writable("--verdict-recipe", o.verdict_recipe, inputs);
   if (!o.history.empty()) check_writable("--history", history_file(o, 0), inputs);
+  if (!o.hashes.empty()) check_writable("--hashes", hashes_file(o, 0, {}), inputs);
+  if (o.replay > 0 && o.hashes.empty()) throw UsageError("--replay: nothing says where to", "--hashes FILE");
+  if (o.replay > o.steps) {
+    throw UsageError(c10::str("--replay ", o.replay, ": more than --steps ", o.steps), "a step of the run");
+  }
   if (o.record.empty() != o.history.empty()) {
     throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
                      "--record RULES.toml --history FILE");
@@ -137,14 +143,27 @@ std::string history_file(const TrainOptions& o, int rank) {
   return o.stages > 1 ? c10::str(o.history, ".rank", rank) : o.history;
 }
 
-std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
-  const auto of_rank = [&](int64_t r) { return c10::str(o.history, ".rank", r); };
-  const bool whole = std::filesystem::exists(o.history), parted = std::filesystem::exists(of_rank(0));
+namespace {
+
+std::string files_to_go_on_with(const std::string& path, int64_t count, int rank, int64_t after) {
+  const auto of_rank = [&](int64_t r) { return c10::str(path, ".rank", r); };
+  const bool whole = std::filesystem::exists(path), parted = std::filesystem::exists(of_rank(0));
   if (rank == 0) {
-    if (whole && !parted && o.stages > 1) std::filesystem::rename(o.history, of_rank(0));
-    for (int64_t r = o.stages; std::filesystem::exists(of_rank(r)); ++r) HistoryWriter(of_rank(r), true, after);
+    if (whole && !parted && count > 1) std::filesystem::rename(path, of_rank(0));
+    for (int64_t r = count; std::filesystem::exists(of_rank(r)); ++r) HistoryWriter(of_rank(r), true, after);
   }
-  return o.stages > 1 || (parted && !whole) ? of_rank(rank) : o.history;
+  return count > 1 || (parted && !whole) ? of_rank(rank) : path;
+}
+
+}  // namespace
+
+std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
+  return files_to_go_on_with(o.history, o.stages, rank, after);
+}
+
+std::string hashes_file(const TrainOptions& o, int rank, std::optional<int64_t> after) {
+  if (after) return files_to_go_on_with(o.hashes, o.processes(), rank, *after);
+  return o.processes() > 1 ? c10::str(o.hashes, ".rank", rank) : o.hashes;
 }
 
 TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {
@@ -169,6 +188,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   used_by("--gradient-groups",
           [&] { check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule); });
   check_going_on(o);
+  check_audit(o);
   for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
   const std::string name = o.file.empty() ? "the model" : o.file;
   phase("reading " + name);

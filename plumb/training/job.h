@@ -70,6 +70,8 @@ void take_trained(const TrainJob& job);
 
 // Returns the path of this process's own history: each has one writer.
 std::string history_file(const TrainOptions& options, int rank);
+// As history_file() and history_to_go_on_with(), of --hashes: every process has one, `rank` is that of all.
+std::string hashes_file(const TrainOptions& options, int rank, std::optional<int64_t> after);
 // Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay one history.
 // Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its rank's
 // name.

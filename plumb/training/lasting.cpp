@@ -3,6 +3,7 @@
 #include "plumb/core/error.h"
 #include "plumb/schedule/compare.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/training/step_hashes.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -67,7 +68,8 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
   return now;
 }
 
-TrainResult train_lasting(const TrainOptions& o, const TrainHooks& hooks, Membership members) {
+TrainResult train_lasting(const TrainOptions& given, const TrainHooks& hooks, Membership members) {
+  const TrainOptions o = without_outputs(given);
   TrainSession session{.members = std::move(members)};
   TrainOptions now = o;
   session.job = std::make_shared<TrainJob>(prepare_job(now, {}, hooks));

@@ -193,7 +193,13 @@ std::vector<TrainField> checkpoint_fields() {
        "starting a new one"},
       field("patience", &O::patience, "Seconds that a rank which does not answer is waited for",
             whole_number(1, 86400)),
-      {"inject", &O::inject, "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
+      {"audit", &O::audit,
+       "Find ranks whose memory or arithmetic is wrong, and make up for them as for lost ones (--max-restarts): the "
+       "state's hash after an update is that before the next, and each step a stage's microbatch runs again on another "
+       "rank"},
+      {"inject", &O::inject,
+       "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP), raise, flip (a bit of what this "
+       "action computes with) or rot (a bit of a parameter, before this action)"},
   };
 }
 
@@ -212,6 +218,13 @@ std::vector<TrainField> output_fields() {
       {"history", &O::history,
        "Where to record it; plumb track --history shows it. With several stages a file each rank, FILE.rank0, "
        "FILE.rank1, ..."},
+      {"hashes", &O::hashes,
+       "A history of hashes of parameters, buffers and the optimizer's state after each step, for plumb diff. With "
+       "several processes a file each, FILE.rank0, FILE.rank1, ..."},
+      field("replay", &O::replay,
+            "Do this step again, from the newest checkpoint before it or from the beginning, and write it to --hashes "
+            "whole: every value and gradient. Nothing else is written. 0: train",
+            whole_number(0)),
       {"timeline", &O::timeline,
        "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)"},
       field("timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", whole_number(1)),
@@ -235,7 +248,7 @@ std::vector<TrainField> output_fields() {
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
+       "{checkpoint_problem}, {problem}, {injected}, {audit, rank, tensor, why}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
        "bubble, "
        "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, "
        "{verdict, at_step, text}, {drew, "

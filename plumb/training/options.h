@@ -43,7 +43,9 @@ struct TrainOptions {
   std::string eval_data, eval_targets;
   int64_t eval_every = 0, eval_batches = 0;
   // Going on.
-  std::string checkpoints;
+  std::string checkpoints, hashes;
+  int64_t replay = 0;
+  bool audit = false;
   std::vector<std::string> inject;
   int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0, spares = 0, patience = 60;
   bool resume = true, recut = false;

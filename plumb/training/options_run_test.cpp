@@ -3,6 +3,7 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
+#include "plumb/recording/history.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/lasting.h"
 #include "plumb/training/options_testing.h"
@@ -133,6 +134,15 @@ Checks checks_of_checkpoints() {
          o.stages = 1, o.replicas = 3;
          EXPECT_EQ(fewer_processes(o, 2), 0);
        }},
+      {"audit",
+       [](TrainingOptions& t) {
+         t.keeps("audit", "true");
+         TrainOptions o = t.with("audit", {"true"});
+         o.inject = {"rot rank 0 at 0B0 of step 3"};
+         EXPECT_THAT(message_of([&] { t.run(o, t.lm()); }), HasSubstr("its memory changed after it was written"));
+         o.stages = 2;
+         t.refuses(o, "--audit: nobody makes up for a rank that is wrong");
+       }},
       {"patience", [](TrainingOptions& t) { t.keeps("patience", "5"); }},
       {"inject",
        [](TrainingOptions& t) {
@@ -200,6 +210,25 @@ Checks checks_of_output() {
          o.record = t.path("rules.toml");
          EXPECT_EQ(t.losses(o), t.losses(t.options));
          EXPECT_GT(fs::file_size(t.folder / "run.history"), 1000u);
+       }},
+      {"hashes",
+       [](TrainingOptions& t) {
+         t.keeps("hashes", t.path("h.history"));
+         const History found = read_history(t.path("h.history"));
+         ASSERT_EQ(found.hashes.size(), 6u);
+         EXPECT_EQ(found.hashes[5].step, 6);
+       }},
+      {"replay",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("replay", {"2"});
+         t.refuses(o, "--replay: nothing says where to");
+         o.hashes = t.path("again.history");
+         EXPECT_EQ(t.run(o, t.lm()).losses().size(), 2u);
+         const History found = read_history(o.hashes);
+         ASSERT_EQ(found.hashes.size(), 2u);
+         EXPECT_GT(found.hashes[1].hashes.size(), 2 * found.hashes[0].hashes.size()) << "whole";
+         o.replay = 7;
+         t.refuses(o, "--replay 7: more than --steps 6");
        }},
       {"timeline",
        [](TrainingOptions& t) {

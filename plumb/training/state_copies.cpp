@@ -120,6 +120,23 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
   mark.store(begin.next_step, std::memory_order_seq_cst);
 }
 
+void StateCopies::forget(int64_t edge) {
+  auto& memory = memory_[static_cast<size_t>(edge % 2)];
+  char* to = memory.grow(static_cast<int64_t>(sizeof(Begin)));
+  const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
+  if (mark.load() == edge + 1) mark.store(0, std::memory_order_seq_cst);
+}
+
+std::map<std::string, at::Tensor> StateCopies::model_of(int rank, int64_t edge) const {
+  std::map<std::string, at::Tensor> found;
+  const auto place = static_cast<size_t>(2 + 2 * (rank < rank_ ? rank : rank - 1) + edge % 2);
+  const auto copy = place < memory_.size() ? open(memory_[place].bytes()) : std::nullopt;
+  if (!copy || copy->edge != edge) return found;
+  for (const auto& [key, tensor] : copy->tensors)
+    if (key.starts_with(kModel)) found.emplace(name_of(key), tensor);
+  return found;
+}
+
 void StateCopies::leave() {
   std::move(memory_.begin(), memory_.end(), std::back_inserter(before_));
   memory_.clear();
@@ -268,6 +285,7 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
 void StateCopies::connect(const ProcessGroup& world) {
   opened_.clear();
   memory_.resize(2);
+  rank_ = world.rank();
   if (world.size() == 1) return;
   Json own = Json::array();
   for (const SharedMemory& memory : memory_) own.push_back({memory.address().process, memory.address().descriptor});

@@ -49,6 +49,11 @@ class StateCopies {
 
   // --- while it runs ---
   void take(int64_t edge, const RankState& state, const nlohmann::json& counted);
+  // Gives up this rank's copy of an edge: nobody goes on from it.
+  void forget(int64_t edge);
+  // Returns parameters and buffers of another rank at an edge, by their first names, over its memory; none if it has no
+  // such copy.
+  std::map<std::string, at::Tensor> model_of(int rank, int64_t edge) const;
 
   // Called when the generation is over: keeps the copies.
   void leave();
@@ -65,6 +70,7 @@ class StateCopies {
 
   std::vector<SharedMemory> memory_;  // of this generation: two of this rank, by edge modulo 2, then the others'
   int64_t first_ = -1;                // edge of this generation
+  int rank_ = 0;                      // in it
   std::vector<SharedMemory> before_;  // of the generations before
   // How this rank's state stands in a copy.
   std::vector<std::string> names_;

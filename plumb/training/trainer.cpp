@@ -8,6 +8,7 @@
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/training/audit.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
@@ -16,6 +17,7 @@
 #include "plumb/training/other_machines.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/run_checkpoints.h"
+#include "plumb/training/step_hashes.h"
 #include "plumb/training/verdict_run.h"
 
 namespace plumb {
@@ -73,6 +75,8 @@ class Trainer::Run {
   std::unique_ptr<Evaluator> evaluator_;         // null: no --eval-data
   std::unique_ptr<RunCheckpoints> checkpoints_;  // null: no --checkpoints
   std::unique_ptr<Recorder> recorder_;           // null: no --record
+  std::unique_ptr<Auditor> auditor_;             // null: no --audit
+  std::unique_ptr<StepHashes> hashes_;           // null: no --hashes
   std::unique_ptr<VerdictRun> verdict_;          // null: no --verdict, or it is done
   std::vector<std::string> damaged_;             // checkpoints that were passed over
   std::string machines_;                         // which rank computes on another kind of machine, or ""
@@ -82,7 +86,7 @@ class Trainer::Run {
 };
 
 Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session)
-    : o_(std::move(options)),
+    : o_(without_outputs(std::move(options))),
       hooks_(std::move(hooks)),
       session_(session),
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
@@ -107,18 +111,27 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   step_->connect();
   if (!o_.verdict.empty()) verdict_ = std::make_unique<VerdictRun>(o_, job_, ranks_.device);
   if (!o_.record.empty() && ranks_.in_first_pipeline()) make_recorder();  // replicas have the same weights
+  if (o_.audit) {
+    auditor_ = std::make_unique<Auditor>(o_, job_, ranks_, *step_, session_ ? &session_->copies : nullptr,
+                                         [this](const event::AuditFailed& found) { reports_->emit(found); });
+  }
+  if (!o_.hashes.empty()) hashes_ = std::make_unique<StepHashes>(o_, ranks_.world.rank(), *step_, goes_on_after());
 }
 
 void Trainer::Run::watch_progress() {
   faults_ =
       std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(), session_ ? &session_->members : nullptr,
-                                     [this](const Fault& fault) { reports_->emit(event::FaultInjected{fault.text}); });
+                                     [this](const Fault& fault) {
+                                       reports_->emit(event::FaultInjected{fault.text});
+                                       flip_bits(fault, *step_);
+                                     });
   job_.pipeline.progress = {};
   const bool reported = ranks_.is_first() && hooks_.progress;
-  if (faults_->empty() && !reported) return;
+  if (faults_->empty() && !reported && !o_.audit) return;
   job_.pipeline.progress = [this, reported](size_t done, size_t total) {
     if (reported) hooks_.progress(faults_->step(), done, total);
     faults_->action_done(done);
+    if (auditor_) auditor_->action_done(done);
   };
 }
 
@@ -159,15 +172,22 @@ void Trainer::Run::train_step(int64_t step) {
       verdict_.reset();
     }
   }
+  if (hashes_) hashes_->begin_step(step);
   const double share = rate_share(o_, step);
   step_->optimizer().set_rate(share);
-  const TrainStep::Numbers numbers = step_->compute(step, parts);
+  if (auditor_) auditor_->begin_step(step);
+  const TrainStep::Numbers numbers = step_->compute(step, parts, [this] {
+    if (auditor_) auditor_->check();
+  });
   result_.loss = numbers.loss;
   if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
     reports_->step(step, numbers, parts, o_.lr * share);
     stop_at_not_finite(o_, job_, ranks_, step, numbers, parts, *reports_);
   }
+  if (hashes_) hashes_->gradients();
   step_->update(numbers);
+  if (auditor_) auditor_->wrote();
+  if (hashes_) hashes_->end_step(held_tensors(job_, ranks_.rank()));
   if (step == start_ + 1 && o_.recompute != "none" && ranks_.in_first_pipeline()) {
     for (const auto& [index, stage] : step_->stages())
       reports_->emit(event::Recomputed{index, step_->pipeline().recomputed(index).text()});
@@ -204,11 +224,12 @@ void Trainer::Run::run_steps() {
   keep_copy(start_);
   // The one that was being written may have been given up.
   if (checkpoints_ && edge_ && start_ > 0) checkpoints_->save(start_, start_ == o_.steps);
-  for (int64_t step = start_ + 1; step <= o_.steps && stopped_by == 0; ++step) {
+  const int64_t end = o_.replay > 0 ? o_.replay : o_.steps;
+  for (int64_t step = start_ + 1; step <= end && stopped_by == 0; ++step) {
     train_step(step);
     if (hooks_.stop_signal) stopped_by = largest_of_all(ranks_.world, hooks_.stop_signal());
     result_.steps = step;
-    const bool last = step == o_.steps || stopped_by != 0;
+    const bool last = step == end || stopped_by != 0;
     evaluate(step, last);
     if (checkpoints_) checkpoints_->save(step, last);
     report_checkpoints();
@@ -286,7 +307,7 @@ TrainResult Trainer::run() { return run_->run(); }
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks) { return Trainer(options, hooks).run(); }
 
 void check_training(const TrainOptions& options, const TrainHooks& hooks) {
-  TrainJob job = prepare_job(options, {}, hooks);
+  TrainJob job = prepare_job(without_outputs(options), {}, hooks);
   job.batches->next();
 }
 
