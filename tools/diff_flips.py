@@ -1,4 +1,4 @@
-"""Flips bits in trainings and asks plumb.diff where: prints a table for docs/diff.md.
+"""Flips bits in trainings and asks plumb.diff where: prints a table.
 
     .venv/bin/python tools/diff_flips.py 1000            # flips
     .venv/bin/python tools/diff_flips.py --layouts       # 36 layouts of one training, which must be equal
