@@ -18,6 +18,7 @@
 
 #include "benchmarks/measure.h"
 #include "plumb/numerics/codes.h"
+#include "plumb/numerics/hash.h"
 #include "plumb/numerics/metrics.h"
 #include "plumb/numerics/quantise.h"
 
@@ -51,6 +52,8 @@ std::vector<Case> cases(Data& d) {
       {"memcpy", "", [&] { std::memcpy(d.out.mutable_data_ptr(), d.x.const_data_ptr(), d.x.nbytes()); }},
       {"metrics", "sum", metrics(d.x, false)},
       {"metrics_histogram", "sum", metrics(d.x, true)},
+      {"hash", "metrics", [&] { benchmark::DoNotOptimize(plumb::hash_of(d.x)); }},
+      {"hash_bf16", "metrics_bf16", [&] { benchmark::DoNotOptimize(plumb::hash_of(d.bhalf)); }},
       {"metrics_bf16", "", metrics(d.bhalf, false)},
       {"metrics_fp16", "", metrics(d.half, false)},
       {"nearest_fresh", "clone", [&, nearest] { benchmark::DoNotOptimize(plumb::quantise(d.x, nearest)); }},

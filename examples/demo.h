@@ -9,6 +9,7 @@
 #include "plumb/pipeline/runtime/timeline.h"
 #include "plumb/transforms/scale/unit_scale.h"
 #include "plumb/transforms/track/scales_graph.h"
+#include "plumb/transforms/verdict/verdict.h"
 #include "text_data.h"
 
 namespace example {
@@ -32,6 +33,8 @@ struct RunResult {
   double lr = 0, seconds = 0;
   std::vector<double> losses;  // nats a byte, by step
   plumb::ScalesGraph scales;   // measured on one batch more, after training; empty for the pipeline
+  // The formats in which the model will train, from four steps of the FP32 run; empty for other runs.
+  plumb::VerdictReport verdict = {};
   double tail() const;         // mean of the last tenth of the steps, 30 of 300
 };
 

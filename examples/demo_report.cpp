@@ -69,6 +69,17 @@ plumb::Table settings_of(const DemoOptions& o, const DemoResult& result) {
 
 }  // namespace
 
+// Returns the verdict on a recipe, made before a step was trained in it, and whether the run came out so.
+std::string verdict_on(const DemoResult& r, const std::string& recipe, const RunResult& run) {
+  for (const plumb::RecipeVerdict& found : r.runs[0].verdict.recipes) {
+    if (found.name != recipe || !found.problem.empty()) continue;
+    const bool loses = run.tail() > r.runs[0].tail() + 0.05, warned = found.error.verdict() != plumb::VerdictClass::Ok;
+    return run.name + " \"" + std::string(to_string(found.error.verdict())) + "\" (" +
+           (loses == warned ? "so it came out" : "it came out otherwise") + ")";
+  }
+  return run.name + ": none";
+}
+
 std::vector<std::string> findings(const DemoResult& r) {
   const double fp32 = r.runs[0].tail(), plain = r.runs[1].tail(), scaled = r.runs[2].tail();
   std::vector<std::string> lines;
@@ -76,6 +87,8 @@ std::vector<std::string> findings(const DemoResult& r) {
                   (plain > 1.05 * fp32 ? ": it loses." : ": it shows no clear harm here."));
   lines.push_back("Unit-scaled FP8 ends " + against_fp32(scaled, fp32) +
                   (scaled > 1.02 * fp32 ? ": that is more than 2 %." : "."));
+  lines.push_back("The verdict from four steps of FP32: " + verdict_on(r, "fp8", r.runs[1]) + ", " +
+                  verdict_on(r, "unit-fp8", r.runs[2]) + ".");
   lines.push_back(r.equal ? "Over two processes every loss is bit for bit the one-process loss."
                           : "The two-process losses DIFFER from the one-process losses: this is a bug.");
   const double apart = 100 * (r.runs[4].tail() / scaled - 1);
@@ -123,6 +136,11 @@ void write_report(const DemoOptions& options, const DemoResult& result) {
       .add(scales)
       .prose("By layer, the worst first; a click on a row shows its tensors.")
       .add(plumb::layer_table(scales));
+
+  report.section("Verdict")
+      .prose("Before a step was trained in FP8, from " + std::to_string(result.runs[0].verdict.gradients) +
+             " gradients on FP32's path: " + result.runs[0].verdict.conclusion())
+      .add(result.runs[0].verdict.table());
 
   const auto table = plumb::make_schedule("1F1B", options.stages, options.microbatches, 1);
   const plumb::MeasuredStep step = plumb::measured_step(table, result.timeline);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iostream>
 #include <mutex>
+#include <optional>
 
 #include "demo.h"
 #include "plumb/capture/capture.h"
@@ -112,14 +113,25 @@ TextBatches make_batches(const DemoOptions& o) {
 RunResult train(const DemoOptions& o, Variant variant, double lr, bool shown) {
   const auto start = std::chrono::steady_clock::now();
   RunResult result{name_of(variant), lr, 0, {}, {}};
+  std::optional<plumb::Verdict> verdict;  // no bit of the run depends on it
   auto module = make_module(o, variant, o.batch / o.microbatches);
   auto batches = make_batches(o);
   auto parameters = module->parameters();
   Optimizer optimizer(parameters, lr);
+  auto judged = plumb::verdict_steps(4, o.steps / 10);
+  if (variant == Variant::FP32) verdict.emplace(*module, plumb::VerdictOptions{.recipes = {"fp8", "unit-fp8"}});
   for (int step = 0; step < o.steps; ++step) {
     optimizer.zero_grad();
     const Batch batch = batches.next();
     const auto ids = batch.ids.chunk(o.microbatches), targets = batch.targets.chunk(o.microbatches);
+    if (verdict && !judged.empty() && judged.front() == step + 1) {
+      plumb::Verdict::Parts parts;
+      for (size_t m = 0; m < ids.size(); ++m)
+        parts.push_back([&, m](plumb::GraphModule& graph) { return graph(ids[m], targets[m]) / o.microbatches; });
+      verdict->measure(parts);
+      judged.erase(judged.begin());
+      if (judged.empty()) result.verdict = verdict->conclude(parts);
+    }
     double loss = 0;
     for (int m = 0; m < o.microbatches; ++m) {
       at::Tensor part = (*module)(ids[static_cast<size_t>(m)], targets[static_cast<size_t>(m)]);

@@ -39,7 +39,7 @@ int main() {
   std::cout << to_string(graph->graph(), {.locations = false});
 
   // 2. A pass by its name: the two operators of C++'s linear become one again.
-  plumb::run_pass(plumb::find_pass("raise"), *graph);
+  plumb::run_pass(plumb::find_pass("fuse_patterns"), *graph);
   for (const plumb::Node* node : graph->graph().nodes()) {
     if (node->is_call()) std::cout << node->describe() << "\n";
   }

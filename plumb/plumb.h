@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include "plumb/analysis/adapters.h"
+#include "plumb/analysis/diff_page.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/analysis/verdict_page.h"
 #include "plumb/capture/capture.h"
@@ -18,6 +19,7 @@
 #include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/graph/pass.h"
 #include "plumb/numerics/format.h"
+#include "plumb/numerics/hash.h"
 #include "plumb/numerics/metrics.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/partition/pipe.h"
@@ -29,6 +31,7 @@
 #include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/pipeline/transport/process_group.h"
 #include "plumb/recording/history.h"
+#include "plumb/recording/module_diff.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/scaling/constraint.h"
 #include "plumb/scaling/fp8.h"

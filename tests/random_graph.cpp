@@ -33,7 +33,7 @@ class Maker {
       if (chance(0.8)) attribute(graph, name);
     }
     if (pool_.size() < 3) attribute(graph, "a.weight");
-    for (size_t i = 0; i < options_.nodes; ++i) step(graph, 0);
+    for (size_t i = 0; i < options_.nodes; ++i) step(graph);
     std::vector<Arg> outputs;
     const size_t n = 1 + below(3);
     for (size_t i = 0; i < n; ++i) outputs.emplace_back(pick().value);
@@ -125,8 +125,7 @@ class Maker {
       for (int32_t n : node->result_layout()) {
         if (n >= 0) sizes.push_back(n);
       }
-      Node* twin = node->subgraph() ? one.call_module("m", node->subgraph(), args, node->num_results())
-                                    : one.call(node->op(), args, sizes);
+      Node* twin = one.call(node->op(), args, sizes);
       std::vector<Arg> outputs;
       for (Value* r : twin->results()) outputs.emplace_back(r);
       one.output(outputs);
@@ -152,11 +151,10 @@ class Maker {
     return keep(graph, node, inputs);
   }
 
-  void step(Graph& graph, int depth) {
+  void step(Graph& graph) {
     const double kind = static_cast<double>(below(100));
     if (kind < 25 && options_.views) return view(graph);
     if (kind < 45 && options_.writes) return write(graph);
-    if (kind < 50 && options_.nested && depth == 0) return nested(graph);
     if (kind < 58 && options_.copies) return again(graph);
     if (kind < 62 && options_.copies) return constant(graph);
     pure(graph);
@@ -269,24 +267,6 @@ class Maker {
       case 1: call(graph, "aten::full", {c10::IValue(std::vector<int64_t>{4}), 1.5}, {}); return;
       default: call(graph, "aten::arange", {4}, {}); return;
     }
-  }
-
-  void nested(Graph& graph) {
-    const Entry *a = pick_matrix(), *b = pick_matrix();
-    if (!a || !b) return;
-    const Entry first = *a, second = *b;
-    auto inner = std::make_shared<Graph>();
-    Value* p = inner->placeholder("p", first.value->meta())->result();
-    Value* q = inner->placeholder("q", second.value->meta())->result();
-    Value* w = chance(0.5) ? inner->get_attr("b.weight", TensorMeta::of(state_.get("b.weight").tensor))->result() : p;
-    Value* y = inner->call("aten::add.Tensor", {p, w})->result();
-    y->set_meta(TensorMeta::of(at::empty({4, 4})));
-    if (options_.writes && chance(0.5)) y = inner->call("aten::mul_.Tensor", {chance(0.7) ? y : q, 0.5})->result();
-    if (options_.copies) inner->call("aten::sin", {y});
-    if (chance(0.3)) y = inner->call("aten::slice.Tensor", {q, 0, 1, 3})->result();
-    inner->output({y});
-    Node* node = graph.call_module("stage_" + std::to_string(graph.size()), inner, {first.value, second.value}, 1);
-    keep(graph, node, {first.tensor, second.tensor});
   }
 
   std::mt19937_64 rng_;

@@ -11,7 +11,6 @@ struct RandomGraphOptions {
   size_t nodes = 30;    // about; get_attr and inputs not counted
   bool views = true;    // select, slice, transpose, unbind, ...
   bool writes = true;   // in-place operators, also through views, on buffers and on inputs
-  bool nested = true;   // call_module
   bool no_grad = true;  // nodes without gradients
   bool random = true;   // dropout
   bool copies = true;   // equal nodes, dead nodes, constants: what the passes look for

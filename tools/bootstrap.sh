@@ -31,7 +31,7 @@ done
 
 # --- distribution packages -------------------------------------------------------------------------------------
 packages="g++ make ccache"
-case "$level" in test | dev) packages+=" git libgtest-dev libgmock-dev librapidcheck-dev chromium" ;; esac
+case "$level" in test | dev) packages+=" git libgtest-dev libgmock-dev librapidcheck-dev chromium iproute2 iptables" ;; esac
 [ "$level" = dev ] && packages+=" libbenchmark-dev"
 [ "$level" = demo ] || packages+=" python3-dev"
 packages+=" nlohmann-json3-dev libcli11-dev libtomlplusplus-dev libhwy-dev python3-venv"

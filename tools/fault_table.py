@@ -8,6 +8,7 @@ its weights, and the loss of every step, also of those that were computed twice.
     python tools/fault_table.py                 # 200 kills, 40 stops, 40 exceptions: about half an hour on two slow cores
     python tools/fault_table.py --kills 12 --stops 2 --raises 2 --pairs 3
     python tools/fault_table.py --combinations 300     # every way that keeps a run alive with every kind of run
+    python tools/fault_table.py --hosts 60 --partitions 20 --slow 20     # hosts, as network namespaces: needs root
     python tools/fault_table.py --combinations 300 --tally tally.jsonl     # goes on after the runs that tally.jsonl has
 """
 
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 
 import torch
+from host_faults import host_table
 from tables import table
 from torch import nn
 
@@ -318,6 +320,9 @@ def parse():
         "--combinations", type=int, default=0, help="so many faults over all combinations, and nothing else"
     )
     parser.add_argument("--tally", help="a line for each run of --combinations; runs that have one are not done again")
+    parser.add_argument("--hosts", type=int, default=0, help="so many hosts lost, and nothing but hosts; needs root")
+    parser.add_argument("--partitions", type=int, default=0, help="with --hosts: so many that are cut off")
+    parser.add_argument("--slow", type=int, default=0, help="with --hosts: so many links that become slow")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="rows whose title has this")
@@ -334,6 +339,9 @@ def main():
         write_model(runs.folder / "small.pt2", 16, STAGES, 2, 12)
         noise = torch.Generator().manual_seed(1)
         (runs.folder / "tokens.bin").write_bytes(bytes(torch.randint(97, 105, (40000,), generator=noise).tolist()))
+        if o.hosts or o.partitions or o.slow:
+            write_model(runs.folder / "hosts.pt2", 64, 4, 8, 64)  # its steps are long enough to be met
+            return host_table(runs, o, begin, same_weights, losses)
         if o.combinations:
             return combinations(runs, o, begin)
         steps = 64

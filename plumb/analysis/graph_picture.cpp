@@ -100,7 +100,8 @@ std::string title_of(const Node& node) {
 
 // Lines in the graph's order. A module's box holds lines that follow each other; if the module is called again it has
 // another box. A module of a single line has no box: the line says its name.
-void add_entries(Drawing& d, const Graph& graph, std::unordered_map<const Node*, size_t>& places) {
+void add_entries(Drawing& d, const Graph& graph, const LineMarks& marks,
+                 std::unordered_map<const Node*, size_t>& places) {
   std::unordered_map<const Node*, std::vector<const Node*>> parameters;  // by the node that uses them first
   std::vector<const Node*> rows;
   for (const Node* node : graph.nodes()) {
@@ -136,6 +137,8 @@ void add_entries(Drawing& d, const Graph& graph, std::unordered_map<const Node*,
       d.entries.push_back({nullptr, open.back(), parts[depth], "", path, 0});
     }
     Entry entry{node, open.empty() ? kNone : open.back(), title_of(*node), "", node->describe(), 0};
+    if (const auto mark = marks.find(node); mark != marks.end() && !mark->second.title.empty())
+      entry.title = entry.hint = mark->second.title;
     if (!name.empty()) entry.title = name + ": " + entry.title;
     if (node->num_results() > 0) entry.detail = meta_text(node->result(0)->meta());
     if (node->num_results() > 1) entry.detail += " x" + std::to_string(node->num_results());
@@ -189,10 +192,10 @@ void add_wires(Drawing& d, const std::unordered_map<const Node*, size_t>& places
   d.lanes = lanes.size();
 }
 
-Drawing drawing_of(const Graph& graph) {
+Drawing drawing_of(const Graph& graph, const LineMarks& marks) {
   Drawing d;
   std::unordered_map<const Node*, size_t> places;
-  add_entries(d, graph, places);
+  add_entries(d, graph, marks, places);
   add_wires(d, places);
   double y = kTop;
   d.width = 300;
@@ -228,12 +231,11 @@ const char* ground_of(NodeKind kind) {
   switch (kind) {
     case NodeKind::Placeholder: return "#16a34a";
     case NodeKind::Output: return "#ea580c";
-    case NodeKind::CallModule: return "#9333ea";
     default: return "#2563eb";
   }
 }
 
-std::string body_of(const Drawing& d) {
+std::string body_of(const Drawing& d, const LineMarks& marks) {
   std::string out;
   for (size_t m = 0; m < d.modules.size(); ++m) {
     const ModuleBox& box = d.modules[m];
@@ -259,7 +261,9 @@ std::string body_of(const Drawing& d) {
              svg::text(8, 16, e.title, {"module-name", "start", 12, true, "#2563eb"}) + "</g>\n";
       continue;
     }
-    out += svg::rect(R"(fill="white" stroke="#94a3b8" rx="4")", 4, 3, d.width - 2 * x - 8, kRow - 6) +
+    const auto mark = marks.find(e.node);
+    const std::string ground = mark == marks.end() || mark->second.color.empty() ? "white" : mark->second.color;
+    out += svg::rect("fill=\"" + ground + "\" stroke=\"#94a3b8\" rx=\"4\"", 4, 3, d.width - 2 * x - 8, kRow - 6) +
            "<path stroke-width=\"3\" stroke=\"" + ground_of(e.node->kind()) + "\" d=\"M6 7v12\"/>" +
            svg::text(14, 17, e.title) +
            svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.detail, {"muted", "start", 11}) + "</g>\n";
@@ -270,12 +274,12 @@ std::string body_of(const Drawing& d) {
 }  // namespace
 
 std::string graph_svg(const Graph& graph) {
-  const Drawing d = drawing_of(graph);
-  return svg::picture(d.full_width(), d.height(), body_of(d), true);
+  const Drawing d = drawing_of(graph, {});
+  return svg::picture(d.full_width(), d.height(), body_of(d, {}), true);
 }
 
-std::string graph_html(const Graph& graph) {
-  const Drawing d = drawing_of(graph);
+std::string graph_html(const Graph& graph, const LineMarks& marks) {
+  const Drawing d = drawing_of(graph, marks);
   nlohmann::json data = {{"row", kRow},
                          {"head", kHead},
                          {"pad", kPad},
@@ -297,7 +301,7 @@ std::string graph_html(const Graph& graph) {
          "shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
          "all</button> <button type=\"button\" class=\"more unfold-all\">unfold all</button> <span "
          "class=\"count\"></span></div>\n<div class=\"graph-scroll\">" +
-         svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n" + svg::data_script(data) +
+         svg::picture(d.full_width(), d.height(), body_of(d, marks), false) + "</div>\n" + svg::data_script(data) +
          "</figure>\n";
 }
 

@@ -1,6 +1,7 @@
 // Pictures of graphs: a node a line in the graph's order, in the boxes of its modules, and wires around them.
 #pragma once
 
+#include <map>
 #include <string>
 
 #include "plumb/graph/graph.h"
@@ -15,7 +16,12 @@ std::string graph_svg(const Graph& graph);
 // Returns graph_svg() for a page, over its whole width: a click on a module folds it, a search marks lines and unfolds
 // the modules that hold them, and the wires of the line under the pointer stand out. A graph of more than 40 lines
 // opens folded. Numbered neighbors with the same lines are one line, "layers 0 to 31: 32 x"; a click shows each.
-std::string graph_html(const Graph& graph);
+// `marks`: lines with another title than their operator's name, or another ground than white ("#fca5a5").
+struct LineMark {
+  std::string title, color;
+};
+using LineMarks = std::map<const Node*, LineMark>;
+std::string graph_html(const Graph& graph, const LineMarks& marks = {});
 
 // Returns "38 nodes in 12 modules, 16 parameters. The operator that is used most is aten::linear (9 times)."
 std::string conclusion(const Graph& graph);

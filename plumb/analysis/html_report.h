@@ -10,14 +10,13 @@
 #include <string_view>
 #include <vector>
 
+#include "plumb/analysis/graph_picture.h"
 #include "plumb/analysis/history_view.h"
 #include "plumb/analysis/line_chart.h"
 #include "plumb/analysis/timeline_chart.h"
 #include "plumb/core/table.h"
 
 namespace plumb {
-
-class Graph;
 
 // A number that a page shows large.
 struct Figure {
@@ -47,7 +46,7 @@ class HtmlReport {
   HtmlReport& add(const LineChart& chart);
   HtmlReport& add(const TimelineChart& chart);
   HtmlReport& add(const HistoryView& view);
-  HtmlReport& add(const Graph& graph);
+  HtmlReport& add(const Graph& graph, const LineMarks& marks = {});
 
   std::string html() const;
   // Writes the page whole or not at all (write_file_atomically). Throws Error(CannotWrite).

@@ -47,7 +47,8 @@ out.points = ys.length; out.kink = Math.max(...bend.slice(22, 38)) < 0.35;
   EXPECT_THAT(body, HasSubstr("data-points=\"120\" data-kink=\"true\""));
 }
 
-std::string layers_graph(int layers, bool last_differs) {
+// With `adds` a residual add stands between two layers, outside of both.
+std::string layers_graph(int layers, bool last_differs, bool adds = false) {
   std::string text = "graph {\n  %x: f32[2, 4] = placeholder \"x\"\n", before = "x";
   for (int l = 0; l < layers; ++l) {
     const std::string n = std::to_string(l), path = "\"h." + n + "\":\"Block\"";
@@ -56,6 +57,10 @@ std::string layers_graph(int layers, bool last_differs) {
       const std::string name = op + "_" + n + "_" + std::to_string(text.size());
       text += "  %" + name + ": f32[2, 4] = aten::" + op + "(%" + before + ") in \"h\":\"ModuleList\" " + path + "\n";
       before = name;
+    }
+    if (adds) {
+      text += "  %add_" + n + ": f32[2, 4] = aten::add.Tensor(%" + before + ", %x)\n";
+      before = "add_" + n;
     }
   }
   return text + "  output(%" + before + ")\n}\n";
@@ -86,6 +91,21 @@ const search = d.querySelector("input[type=search]"); search.value = "h.7"; sear
   body = body_tag(
       open(with_script(HtmlReport("a").add(parse_graph(layers_graph(12, true))).html(), script), "--dump-dom"));
   EXPECT_THAT(body, HasSubstr("h 0 to 10: 11 \u00d7  (4 lines each); \u25B8 11  (4 lines)\""));
+}
+
+TEST_F(Browser, LayersWithAnAddBetweenThemRollUpAndKeepTheirNumbers) {
+  const std::string script = R"(
+const shown = s => all(s).filter(g => g.style.display !== "none"), heads = () => shown(".module-head").map(g => g.querySelector("text").textContent);
+out.heads = heads().join("; "); out.lines = shown(".node").length;
+shown(".module-head")[0].onclick(); out.unrolled = heads().slice(0, 2).join("; "); out.adds = shown(".node").length;
+)";
+  const auto page = [](bool differs) { return HtmlReport("a").add(parse_graph(layers_graph(12, differs, true))).html(); };
+  std::string body = body_tag(open(with_script(page(false), script), "--dump-dom"));
+  EXPECT_THAT(body, Not(HasSubstr("data-error")));
+  EXPECT_THAT(body, HasSubstr("data-heads=\"\u25B8 h 0 to 11: 12 \u00d7  (4 lines each)\" data-lines=\"3\""));
+  EXPECT_THAT(body, HasSubstr("data-unrolled=\"\u25B8 h.0  (5 lines); \u25B8 h.1  (5 lines)\" data-adds=\"14\""));
+  body = body_tag(open(with_script(page(true), script), "--dump-dom"));
+  EXPECT_THAT(body, HasSubstr("h 0 to 10: 11 \u00d7  (4 lines each); \u25B8 h.11  (5 lines)\""));
 }
 
 TEST_F(Browser, LayersOverTheStepsShowWhatWasMeasured) {

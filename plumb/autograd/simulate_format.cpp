@@ -13,6 +13,7 @@
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
@@ -160,6 +161,9 @@ at::Tensor ops::simulate_format(const at::Tensor& x, std::string_view fwd, std::
   return call_operator<"simulate_format">(x, fwd, bwd, seed, dim);
 }
 
+const RegisterOperators simulate_format_rows{
+    {"plumb::", "simulate_format", {.passes_through = true}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
   define(m, "simulate_format(Tensor x, str fwd, str bwd, int? seed=None, int dim=-1) -> Tensor",

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "plumb/capture/session.h"
-#include "plumb/graph/dispatch_keys.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/dispatch_keys.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

@@ -5,7 +5,7 @@
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

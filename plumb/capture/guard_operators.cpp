@@ -8,6 +8,7 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/tensors/deferred_checks.h"
 
 namespace plumb {
@@ -147,6 +148,11 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
+const RegisterOperators guard_operators_rows{
+    {"plumb::",
+     "guard_equal guard_check guard_value guard_value_read guard_size guard_requires_grad control_value guard_answer "
+     "decision"},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def("guard_equal(Tensor a, Tensor b, bool expected) -> ()", tags);

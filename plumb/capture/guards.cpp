@@ -7,8 +7,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "plumb/graph/dispatch_keys.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/dispatch_keys.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "plumb/capture/custom_function.h"
 #include "plumb/core/error.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -46,6 +47,11 @@ std::vector<at::Tensor> python_function(int64_t id, at::TensorList inputs) {
 
 }  // namespace
 
+const RegisterOperators opaque_function_rows{
+    {"plumb::",
+     "python_function",
+     {.refused = "it calls Python functions of this process by their number", .opaque = true}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) { m.def("python_function(int id, Tensor[] inputs) -> Tensor[]", python_function); }
 
 int64_t register_opaque(OpaqueFunction function, std::string name) {

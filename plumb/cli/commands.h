@@ -11,7 +11,7 @@ namespace plumb::cli {
 
 using AddCommand = void(CLI::App& app);
 AddCommand add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split, add_eval,
-    add_sample, add_verdict, add_doctor, add_completion, add_help;
+    add_sample, add_verdict, add_diff, add_doctor, add_completion, add_help;
 
 // Returns the command of this name. Throws UsageError with a suggestion if there is none.
 CLI::App& command_named(CLI::App& app, const std::string& name);

@@ -17,7 +17,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/freed_memory.h"
 #include "plumb/core/output_file.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/pipeline/launch/environment.h"
 
 namespace {
@@ -76,7 +76,7 @@ int run(int argc, char** argv) {
       ->trigger_on_parse();
   using namespace plumb::cli;
   for (AddCommand* add : {add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split,
-                          add_eval, add_sample, add_verdict, add_doctor, add_completion, add_help})
+                          add_eval, add_sample, add_verdict, add_diff, add_doctor, add_completion, add_help})
     add(app);
   if (argc > 1 && argv[1][0] != '-') command_named(app, argv[1]);
   try {

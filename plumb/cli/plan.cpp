@@ -21,30 +21,25 @@
 #include "plumb/schedule/render.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"
+#include "plumb/training/loss.h"
+#include "plumb/training/plan_model.h"
+#include "plumb/training/plan_page.h"
 
 namespace plumb::cli {
 namespace {
 
 struct PlanArguments {
-  std::string file, memory, take, csv, svg, message;
+  std::string file, memory, take, csv, svg, out, html, loss;
   std::vector<double> costs;
   std::vector<std::string> names;
-  std::vector<int> stages_per_rank = {2};
-  std::vector<double> machine;
-  int ranks = 0, microbatches = 0, threads = 1;
+  std::vector<int> stages_per_rank = {1, 2, 3};
+  std::vector<double> machine, link;
+  int ranks = 0, microbatches = 0, replicas = 1, threads = 1;
   int64_t batch = 1, length = 0;  // of a folder's inputs
   double held = 1;
   bool estimate = false, json = false;
 
   bool measured() const { return costs.empty(); }  // in seconds and bytes, of a file
-};
-
-// The model and its pipes by number of stages.
-struct Planned {
-  Loaded loaded;
-  std::map<int, std::shared_ptr<Pipe>> pipes;  // by number of stages
-  CostsOf costs;
-  CompareOptions options;
 };
 
 // "1.5GiB", "800MB", or a plain number.
@@ -65,7 +60,7 @@ double memory_of(const std::string& text) {
   throw UsageError("--memory-limit " + text + ": is no amount of memory", "--memory-limit 800MiB");
 }
 
-StageCosts given_costs(const PlanArguments& o, int num_stages) {
+CostsOf given_costs(const PlanArguments& o) {
   Costs costs;
   costs.forward = {o.costs[0]};
   costs.input = {o.costs[1]};
@@ -73,46 +68,33 @@ StageCosts given_costs(const PlanArguments& o, int num_stages) {
   costs.communication = {o.costs.size() > 3 ? o.costs[3] : 0};
   costs.activation = {1};
   costs.held_for_weight = o.held;
-  return even_costs(costs, o.ranks)(num_stages);
+  return even_costs(costs, o.ranks);
 }
 
-// Cut as `plumb train` cuts, so that the file written fits.
-StageCosts costs_of_file(const PlanArguments& o, Planned& planned, int num_stages) {
-  const GraphModule& module = planned.loaded.module();
-  std::shared_ptr<Pipe>& pipe = planned.pipes[num_stages];
-  try {
-    pipe = cut(module, num_stages, {}, std::to_string(num_stages) + " stages");
-  } catch (const UsageError& e) {
-    throw Error(ErrorKind::InvalidArgument, e.message());
-  }
+StageCostOptions cost_options(const PlanArguments& o, const GraphModule& module) {
   StageCostOptions options;
   if (!o.machine.empty()) {
     options.machine.flops_per_second = o.machine[0];
     options.machine.bytes_per_second = o.machine[1];
     options.bytes_per_second = o.machine[2];
   }
-  return o.estimate ? estimate_stages(*pipe, options) : measure_stages(*pipe, example_inputs(module), options);
+  if (!o.link.empty()) {
+    options.bytes_per_second = o.link[0] * 1e9;
+    options.seconds_per_message = o.link.size() > 1 ? o.link[1] * 1e-6 : 0;
+  }
+  options.loss = used_by("--loss", [&] { return example_loss(o.loss, module); });
+  return options;
 }
 
-std::string seconds_text(double value, bool seconds) {
-  if (!seconds) return short_number(value);
-  return value >= 1      ? short_number(value) + " s"
-         : value >= 1e-3 ? short_number(value * 1e3) + " ms"
-                         : short_number(value * 1e6) + " us";
-}
-
-std::string memory_text(double value, bool bytes) {
-  if (!bytes) return short_number(value);
-  return value >= 1e9 ? short_number(value / 1073741824.0) + " GiB" : short_number(value / 1048576.0) + " MiB";
-}
+std::string time_text(double value, bool seconds) { return seconds ? seconds_text(value) : short_number(value); }
+std::string memory_text(double value, bool bytes) { return bytes ? bytes_text(value) : short_number(value); }
 
 // Explains the table's columns, in its order.
 constexpr const char* kColumns =
     "step: from its first action to its last, as drawn. bubble: the ranks' idle share of it, as plumb train "
     "--timeline\n"
-    "measures it. apart: how far steps are apart, as no rank waits for others between them; least first. paper's "
-    "bubble:\n"
-    "the idle share of that (Zero Bubble, arXiv 2401.10241).\n";
+    "measures it; least step first. apart: how far steps would be apart if no rank waited for others between them.\n"
+    "paper's bubble: the idle share of that (Zero Bubble, arXiv 2401.10241).\n";
 
 nlohmann::json to_json(const ScheduleChoice& c) {
   nlohmann::json row = {{"schedule", c.name}, {"stages_per_rank", c.stages_per_rank}, {"fits", c.fits}};
@@ -139,6 +121,8 @@ void write_schedule(const PlanArguments& o, const ScheduleChoice& c) {
 void check_arguments(PlanArguments& o) {
   check_writable("--svg", o.svg, {o.file});
   check_writable("--csv", o.csv, {o.file});
+  check_writable("-o", o.out, {o.file});
+  check_writable("--html", o.html, {o.file});
   if (o.file.empty() == o.costs.empty()) {
     throw UsageError("a .pt2 file, a folder or --costs is needed, and not two of them",
                      "--costs 1,1,1, or the name of a file");
@@ -149,11 +133,16 @@ void check_arguments(PlanArguments& o) {
     throw UsageError("--machine: three numbers are needed", "--machine FLOPS,BYTES,NETWORK");
   if (o.machine.size() == 3 && std::ranges::any_of(o.machine, [](double x) { return !(x > 0); }))
     throw UsageError("--machine: its numbers are above zero", "--machine 4e14,2e12,5e10");
+  if (o.link.size() > 2 || std::ranges::any_of(o.link, [](double x) { return !(x >= 0); }) ||
+      (!o.link.empty() && !(o.link[0] > 0)))
+    throw UsageError("--link: a rate above zero and a latency are needed", "--link GB/S,MICROSECONDS");
+  if (!o.measured() && !(o.out + o.html + o.loss).empty())
+    throw UsageError("-o, --html and --loss are for a file: given costs have no cut", "the name of a file");
   if (o.microbatches == 0) o.microbatches = 2 * o.ranks;
 }
 
 // Reads the file, or makes one of a folder; says how costs are had.
-void read_planned(PlanArguments& o, Planned& planned, Progress& progress) {
+Loaded read_model(PlanArguments& o, Progress& progress) {
   at::set_num_threads(o.threads);
   std::string file = o.file;
   std::optional<TemporaryFile> temporary;
@@ -167,9 +156,9 @@ void read_planned(PlanArguments& o, Planned& planned, Progress& progress) {
     import_folder(import);
   }
   progress.next("reading " + file);
-  planned.loaded = load_with_tensors(file);
-  o.estimate = o.estimate || !o.machine.empty() || !has_values(planned.loaded.module().state());
-  progress.next("comparing schedules");
+  Loaded loaded = load_with_tensors(file);
+  o.estimate = o.estimate || !o.machine.empty() || !has_values(loaded.module().state());
+  return loaded;
 }
 
 void print_table(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const ScheduleChoice* taken) {
@@ -182,72 +171,54 @@ void print_table(const PlanArguments& o, const std::vector<ScheduleChoice>& choi
       continue;
     }
     rows.push_back({&c == taken ? "*" : "", c.name, std::to_string(c.stages_per_rank),
-                    seconds_text(c.simulation.makespan, measured), percent(c.simulation.bubble_rate()),
-                    seconds_text(c.simulation.cost(), measured), percent(c.simulation.zero_bubble_rate()),
+                    time_text(c.simulation.makespan, measured), percent(c.simulation.bubble_rate()),
+                    time_text(c.simulation.cost(), measured), percent(c.simulation.zero_bubble_rate()),
                     memory_text(c.peak(), measured), c.fits ? "" : "more memory than the limit"});
   }
   std::cout << columns(rows) << kColumns;
 }
 
-// "model.layers.0 ... model.layers.3.mlp": the modules of a stage's first and last operators.
-std::string modules_of(const GraphModule& stage) {
-  std::string first, last;
-  for (const Node* node : stage.graph().nodes()) {
-    if (!node->is_call() || node->meta().module_path().empty()) continue;
-    last = node->meta().module_path();
-    if (first.empty()) first = last;
-  }
-  return first == last ? first : first + " ... " + last;
-}
-
-// A row a stage of each rank: what it holds, how long it works, and what it needs at most.
-void print_ranks(const PlanArguments& o, const Planned& planned, const ScheduleChoice& c) {
-  const auto pipe = planned.pipes.find(c.schedule.num_stages());
-  if (pipe == planned.pipes.end()) return;
-  std::vector<std::vector<std::string>> rows = {{"rank", "stage", "modules", "parameters", "works", "peak memory"}};
-  for (int rank = 0; rank < c.schedule.num_ranks(); ++rank) {
-    const auto at = static_cast<size_t>(rank);
-    bool first = true;
-    for (const int s : c.schedule.placement.stages_of(rank)) {
-      const GraphModule& stage = *pipe->second->stage(s);
-      double bytes = 0;
-      for (const Attr& attr : stage.state()) {
-        if (attr.kind == AttrKind::Parameter) bytes += static_cast<double>(attr.tensor.nbytes());
-      }
-      rows.push_back({first ? std::to_string(rank) : "", std::to_string(s), modules_of(stage), memory_text(bytes, true),
-                      first ? seconds_text(c.simulation.busy[at], true) : "",
-                      first ? memory_text(c.memory[at], true) : ""});
-      first = false;
-    }
-  }
+// Which rank holds what, and how costs were had.
+void print_ranks(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice& c) {
+  const Table table = ranks_table(planned, c);
+  std::vector<std::vector<std::string>> rows = {table.header};
+  rows.insert(rows.end(), table.rows.begin(), table.rows.end());
   std::cout << "\n" << columns(rows);
-  const StageCostOptions known;
   if (o.estimate) {
+    const StageCostOptions known;
     const double flops = o.machine.empty() ? known.machine.flops_per_second : o.machine[0];
     std::cout << "estimated from shapes, for " << short_number(flops)
               << " operations a second of each rank; peak memory has weights, gradients, AdamW's state and what waits "
                  "for its backward\n";
+  } else {
+    std::cout << "costs are processor time, the least of " << StageCostOptions().repeats << " runs with "
+              << o.ranks << " cores at work; the middle ones are " << percent(planned.spread) << " above\n";
   }
+}
+
+// Returns "17 that keep 1GiB a rank", "17" without a limit.
+std::string fitting(const PlanArguments& o, const std::vector<ScheduleChoice>& choices) {
+  return c10::str(std::ranges::count(choices, true, &ScheduleChoice::fits),
+                  o.memory.empty() ? "" : " that keep " + o.memory + " a rank");
 }
 
 // Why this one: against the others that keep the limit.
 std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const ScheduleChoice& taken) {
-  const auto fitting = std::ranges::count(choices, true, &ScheduleChoice::fits);
   std::string text = taken.name + ": ";
   if (!o.take.empty()) {
     text += "as asked for";
   } else {
-    text += c10::str("the quickest of ", fitting, o.memory.empty() ? "" : " that keep " + o.memory + " a rank");
+    text += "the quickest of " + fitting(o, choices);
   }
   const auto other =
       std::ranges::find_if(choices, [&](const ScheduleChoice& c) { return c.name == "1F1B" && c.problem.empty(); });
   if (other == choices.end() || &*other == &taken) return text;
-  return text + "; its steps are " + seconds_text(taken.simulation.cost(), o.measured()) + " apart, those of 1F1B " +
-         seconds_text(other->simulation.cost(), o.measured()) + (other->fits ? "" : " and more memory than there is");
+  return text + "; a step takes " + time_text(taken.simulation.makespan, o.measured()) + ", one of 1F1B " +
+         time_text(other->simulation.makespan, o.measured()) + (other->fits ? "" : " and more memory than there is");
 }
 
 // Reports that no choice keeps the limit, and what would. The fewest ranks are searched among doubled ones.
-[[noreturn]] void refuse(const PlanArguments& o, const Planned& planned, const std::vector<ScheduleChoice>& choices) {
+[[noreturn]] void refuse(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const CostsOf& costs) {
   const auto possible = [](const ScheduleChoice& c) { return c.problem.empty(); };
   if (!o.take.empty()) throw UsageError("--take " + o.take + ": cannot be had", "--take 1F1B");
   if (std::ranges::none_of(choices, possible)) {
@@ -259,10 +230,9 @@ std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choic
     if (possible(c) && (least == nullptr || c.peak() < least->peak())) least = &c;
   }
   std::string remedy = "a --memory-limit of " + memory_text(least->peak(), o.measured()) + " (" + least->name + ")";
-  CompareOptions quick = planned.options;
-  quick.names = {"1F1B"};
+  CompareOptions quick{.memory_limit = memory_of(o.memory), .names = {"1F1B"}};
   for (int ranks = 2 * o.ranks; ranks <= 16 * o.ranks && ranks <= 1024; ranks *= 2) {
-    const auto found = compare_schedules(ranks, std::max(ranks, o.microbatches), planned.costs, quick);
+    const auto found = compare_schedules(ranks, std::max(ranks, o.microbatches), costs, quick);
     if (found.empty() || !possible(found[0])) break;
     if (!found[0].fits) continue;
     remedy += c10::str(", --ranks ", ranks, " (1F1B: ", memory_text(found[0].peak(), o.measured()), ")");
@@ -274,53 +244,72 @@ std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choic
               "", remedy + ", or smaller microbatches");
 }
 
+void print_json(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice* taken) {
+  nlohmann::json all = {{"unit", o.measured() ? "seconds" : ""}, {"schedules", nlohmann::json::array()}};
+  for (const auto& c : planned.choices) all["schedules"].push_back(to_json(c));
+  all["taken"] = taken == nullptr ? nlohmann::json() : nlohmann::json(taken->name);
+  if (o.measured()) all["spread"] = planned.spread;
+  if (o.measured() && taken != nullptr) all["conclusion"] = conclusion(planned, *taken);
+  std::cout << all.dump(1) << "\n";
+}
+
+void print_text(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice& taken) {
+  const int frame = static_cast<int>(std::string("rank  || 100%").size() + std::to_string(o.ranks - 1).size());
+  const int wide = terminal_width() ? std::clamp(*terminal_width() - frame, 10, 100) : 100;
+  std::cout << "\n"
+            << (o.measured() ? conclusion(planned, taken) + "; one of " + fitting(o, planned.choices)
+                               : why(o, planned.choices, taken))
+            << "\n"
+            << render_text(taken.schedule, taken.simulation.spans, wide) << render_letters(taken.schedule);
+  if (o.measured()) print_ranks(o, planned, taken);
+}
+
 void plan(PlanArguments o) {
   check_arguments(o);
-  Planned planned;
-  planned.options.memory_limit = memory_of(o.memory);
-  planned.options.stages_per_rank = o.stages_per_rank;
-  planned.options.names = o.names;
-  if (o.names.empty()) {
-    // Bidirectional tables take every parameter twice and have another order of summation: only if they are asked for.
-    for (const std::string& name : schedule_names()) {
-      if (!schedule_traits(name).bidirectional) planned.options.names.push_back(name);
-    }
-    planned.options.names.push_back("Searched");
-  }
-  Progress progress(3, o.json);
-  planned.costs = [&](int stages) { return o.measured() ? costs_of_file(o, planned, stages) : given_costs(o, stages); };
-  if (o.measured()) read_planned(o, planned, progress);
-  const std::vector<ScheduleChoice> choices = used_by(
-      "--schedules", [&] { return compare_schedules(o.ranks, o.microbatches, planned.costs, planned.options); },
-      "plumb plan --help");
-  progress.finish();
-  const auto found = std::ranges::find_if(choices, [&](const ScheduleChoice& c) {
-    return o.take.empty() ? c.fits : c.name == o.take && c.problem.empty();
-  });
-  const ScheduleChoice* taken = found == choices.end() ? nullptr : &*found;
-  if (o.json) {
-    nlohmann::json all = {{"unit", o.measured() ? "seconds" : ""}, {"schedules", nlohmann::json::array()}};
-    for (const auto& c : choices) all["schedules"].push_back(to_json(c));
-    all["taken"] = taken == nullptr ? nlohmann::json() : nlohmann::json(taken->name);
-    std::cout << all.dump(1) << "\n";
+  Progress progress(6, o.json);
+  std::optional<Loaded> loaded;
+  PlannedModel planned;
+  CostsOf costs;
+  if (o.measured()) {
+    loaded = read_model(o, progress);
+    const GraphModule& module = loaded->module();
+    PlanRequest request{.ranks = o.ranks,
+                        .microbatches = o.microbatches,
+                        .replicas = o.replicas,
+                        .memory_limit = memory_of(o.memory),
+                        .stages_per_rank = o.stages_per_rank,
+                        .names = o.names,
+                        .costs = cost_options(o, module),
+                        .estimate = o.estimate};
+    const auto inputs = o.estimate ? std::vector<c10::IValue>() : example_inputs(module);
+    planned = used_by(
+        "--schedules",
+        [&] { return plan_model(module, inputs, request, [&](const std::string& what) { progress.next(what); }); },
+        "plumb plan --help");
+    costs = [&module, options = request.costs](int stages) { return estimate_stages(*cut(module, stages, {}, "plan"), options); };
   } else {
-    print_table(o, choices, taken);
+    costs = given_costs(o);
+    CompareOptions options{.memory_limit = memory_of(o.memory), .stages_per_rank = o.stages_per_rank, .names = o.names};
+    if (o.names.empty()) options.names = usual_schedules();
+    planned.choices = used_by(
+        "--schedules", [&] { return compare_schedules(o.ranks, o.microbatches, costs, options); }, "plumb plan --help");
   }
-  if (taken == nullptr) refuse(o, planned, choices);
-  if (!o.json) {
-    const int frame = static_cast<int>(std::string("rank  || 100%").size() + std::to_string(o.ranks - 1).size());
-    const int wide = terminal_width() ? std::clamp(*terminal_width() - frame, 10, 100) : 100;
-    std::cout << "\n"
-              << why(o, choices, *taken) << "\n"
-              << render_text(taken->schedule, taken->simulation.spans, wide) << render_letters(taken->schedule);
-    print_ranks(o, planned, *taken);
+  progress.finish();
+  const ScheduleChoice* taken = planned.find(o.take);
+  if (o.json) {
+    print_json(o, planned, taken);
+  } else {
+    print_table(o, planned.choices, taken);
   }
+  if (taken == nullptr) refuse(o, planned.choices, costs);
+  if (!o.json) print_text(o, planned, *taken);
   if (!o.svg.empty()) {
     write_text(to_svg(TimelineChart{taken->name, {timeline_of(taken->schedule, taken->simulation)}}), o.svg);
   }
   if (!o.csv.empty()) write_schedule(o, *taken);
-  say_wrote(progress, o.svg);
-  say_wrote(progress, o.csv);
+  if (!o.out.empty()) write_text(to_json(planned.plan_of(loaded->module(), *taken, o.replicas)), o.out);
+  if (!o.html.empty()) plan_page(planned, *taken, o.file).write(o.html);
+  for (const std::string& path : {o.svg, o.csv, o.out, o.html}) say_wrote(progress, path);
 }
 
 }  // namespace
@@ -346,13 +335,24 @@ void add_plan(CLI::App& app) {
   sub->add_option("--held-for-weight", o->held,
                   "With --costs: the share of a microbatch's memory that waits for the weight half")
       ->check(number_within(0, 1));
-  sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried for interleaved schedules: 2,4")
+  sub->add_option("--data-parallel", o->replicas, "So many such pipelines beside each other, for -o")
+      ->check(whole_number(1, 65536));
+  sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried: 2,4 (default: 1,2,3)")
       ->delimiter(',')
       ->check(whole_number(1));
   sub->add_option("--schedules", o->names,
-                  "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, and a searched one)")
+                  "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, Searched (an order for one stage a rank) and, for "
+                  "a file, Joint: cut, placement, order and recomputation searched together)")
       ->delimiter(',');
   sub->add_option("--take", o->take, "Take this one, not the quickest");
+  sub->add_option("--loss", o->loss,
+                  "Planned with the model, as plumb train has it: cross_entropy, mse, output or none (default: the "
+                  "model's own loss, else cross_entropy)")
+      ->check(CLI::IsMember({"cross_entropy", "mse", "output", "none"}));
+  sub->add_option("--link", o->link,
+                  "Between ranks: GB a second, and microseconds that a message takes whatever its size: --link 12.5,20 "
+                  "(default: 2,50). Plan for the slowest link there is: it costs little on a faster one")
+      ->delimiter(',');
   sub->add_flag("--estimate", o->estimate, "Do not run the stages: costs from shapes");
   sub->add_option("--machine", o->machine,
                   "For estimates: operations a second, bytes a second of a rank's memory, and between ranks: --machine "
@@ -364,12 +364,14 @@ void add_plan(CLI::App& app) {
       ->check(whole_number(1, 1 << 24));
   sub->add_option("--threads", o->threads, "Threads to measure with")->check(whole_number(1));
   sub->add_option("--svg", o->svg, "Draw the time line of the one taken");
-  sub->add_option("--csv", o->csv, "Write it for plumb train --schedule");
+  sub->add_option("-o,--out", o->out, "Write the plan for plumb train --plan: cut, ranks, table and recomputation");
+  sub->add_option("--html", o->html, "A page: its time line beside the best named one, memory by rank");
+  sub->add_option("--csv", o->csv, "Write its table alone, for plumb train --schedule and the balanced cut");
   sub->add_flag("--json", o->json, "The table as JSON");
   sub->footer(
       "Example:\n  plumb plan Llama-3.1-8B --ranks 8 --memory 80GiB\n  plumb plan gpt.pt2 --ranks 4 --microbatches 8 "
-      "--memory-limit 400MiB --csv best.csv\n  plumb train "
-      "gpt.pt2 --data text.bin --stages 4 --microbatches 8 --schedule best.csv");
+      "--memory-limit 400MiB -o best.json\n  plumb train "
+      "gpt.pt2 --data text.bin --plan best.json");
   sub->callback([o] { plan(*o); });
 }
 

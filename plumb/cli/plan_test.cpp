@@ -60,4 +60,58 @@ TEST_F(Planning, DrawsNoWiderThanTheTerminal) {
       "assert len(lines) == 2 and all(40 < len(l) <= 60 for l in lines), lines");
 }
 
+// Losses of a run with --json.
+std::vector<double> losses(const Ended& run) {
+  std::vector<double> found;
+  std::istringstream lines(run.out);
+  for (std::string line; std::getline(lines, line);) {
+    const Json event = Json::parse(line);
+    if (event.contains("loss")) found.push_back(event["loss"].get<double>());
+  }
+  return found;
+}
+
+constexpr const char* kPlan = "plan lm.pt2 --ranks 2 --microbatches 4 ";
+
+TEST_F(Planning, WritesAPlanThatATrainingFollowsWithTheBitsOfOneProcess) {
+  const std::string train = "train lm.pt2 --data tokens.bin --steps 3 --lr 0.01 --threads 1 --seed 3 --json ";
+  const Ended whole = plumb(train + "--microbatches 4 --save whole.pt2");
+  ASSERT_EQ(whole.code, 0) << whole.err;
+  for (const std::string take : {"ZBVZeroBubble", "Joint"}) {
+    const Ended planned =
+        plumb(kPlan + ("-o best.json --html best.html --schedules 1F1B,ZBVZeroBubble,Joint --take " + take));
+    ASSERT_EQ(planned.code, 0) << planned.err;
+    EXPECT_NE(planned.out.find("costs are processor time"), std::string::npos) << planned.out;
+    EXPECT_NE(read(folder() / "best.html").find("Plan of lm.pt2"), std::string::npos);
+    const Ended run = plumb(train + "--plan best.json --save other.pt2");
+    ASSERT_EQ(run.code, 0) << run.err;
+    EXPECT_EQ(losses(whole), losses(run)) << take;
+    EXPECT_TRUE(read(folder() / "whole.pt2") == read(folder() / "other.pt2")) << take;
+  }
+  EXPECT_EQ(plumb(train + "--plan best.json --stages 2 --dry-run").code, 0) << "what the plan says, said twice";
+  wrong(train + "--plan best.json --stages 4", "--stages");
+  wrong(train + "--plan best.json --schedule GPipe", "--plan");
+  EXPECT_EQ(plumb("train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --plan best.json").code, 1)
+      << "a plan of another model";
+  shell("echo '{}' > bad.json");
+  const Ended bad = plumb(train + "--plan bad.json");
+  EXPECT_EQ(bad.code, 1);
+  EXPECT_NE(bad.err.find("is no plan of plumb"), std::string::npos) << bad.err;
+}
+
+TEST_F(Planning, PlansWithTheLossAndTheLinkThatItIsTold) {
+  const auto step = [](const std::string& options) {
+    const Ended ended = plumb(kPlan + ("--estimate --schedules 1F1B --json " + options));
+    EXPECT_EQ(ended.code, 0) << ended.err;
+    return Json::parse(ended.out)["schedules"][0]["step"].get<double>();
+  };
+  EXPECT_GT(step("--loss cross_entropy"), step("--loss none"));
+  EXPECT_EQ(step("--loss cross_entropy"), step("")) << "planned with a loss unless none is asked for";
+  EXPECT_GT(step("--link 0.001,1000"), step("--link 100,1"));
+  wrong(kPlan + std::string("--link 0"), "--link");
+  wrong(kPlan + std::string("--link 1,2,3"), "--link");
+  wrong(kPlan + std::string("--loss output"), "--loss");
+  wrong("plan --costs 1,1,1 --ranks 2 -o best.json", "-o");
+}
+
 }  // namespace

@@ -65,6 +65,11 @@ class Printer {
     if (const auto* e = std::get_if<event::CheckpointProblem>(&event)) return &e->problem;
     if (const auto* e = std::get_if<event::LogProblem>(&event)) return &e->problem;
     if (const auto* e = std::get_if<event::Restarted>(&event)) return &e->why;
+    if (const auto* e = std::get_if<event::AuditFailed>(&event)) {
+      static std::string text;
+      text = c10::str("audit: rank ", e->rank, " is wrong in step ", e->step, ": ", e->tensor, ": ", e->why);
+      return &text;
+    }
     return nullptr;
   }
 
@@ -93,6 +98,11 @@ class Printer {
                             short_number(std::exp(e.loss)), ", ", e.targets, " targets"));
   }
   void show(const event::CheckpointWritten& e) { say(std::cout, "wrote " + e.folder); }
+  void show(const event::Copied& e) {
+    say(std::cout, c10::str("the state of step ", e.step, " is on another host, too: ", short_number(e.bytes / 1e6),
+                            " MB of rank ", e.rank, " in ", short_number(e.seconds), " s beside the steps, ",
+                            percent(e.in_bubbles), " of it while it waited"));
+  }
   void show(const event::Interrupted& e) {
     say(std::cout, c10::str("interrupted: step ", e.step, "/", e.steps, " was the last"));
   }
@@ -242,9 +252,12 @@ int train_here(const TrainOptions& o) {
     if (stoppable) signal.emplace(/*others=*/!o.checkpoints.empty());
   };
   int stopped_by = 0;
+  const auto place = discover_ranks();
   if (members) {
     keep_signals();
     stopped_by = train_lasting(o, hooks, *members).stopped_by;
+  } else if (o.max_restarts > 0 && place && place->starts_again) {
+    stopped_by = train_on_hosts(o, hooks, *place, keep_signals).stopped_by;
   } else {
     Trainer trainer(o, hooks);
     keep_signals();
@@ -284,7 +297,8 @@ int train_command(const TrainOptions& o) {
   // the signal ends the training, as it ends other commands.
   if (o.saves_weights()) ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
-  const bool alone = !environment || environment->world_size == 1;
+  const bool on_hosts = environment && environment->starts_again && o.max_restarts > 0;
+  const bool alone = !environment || (environment->world_size == 1 && !on_hosts);
   if (o.dry_run && alone) return dry_run(o);
   if (alone && !started_by_plumb() && o.processes() > kMostHere) {
     throw UsageError(c10::str("--stages ", o.stages, " --data-parallel ", o.replicas, ": are ", o.processes(),
@@ -297,10 +311,12 @@ int train_command(const TrainOptions& o) {
       std::cerr << "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints" << std::endl;
   }
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
-  if (!alone && o.recut && !started_by_plumb() &&
+  if (!alone && !on_hosts && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)
     return train_here(options_for(o, environment->world_size));  // as many as the other launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
+  if (o.copies_to_neighbor > 0)
+    throw UsageError("--copies-to-neighbor: all processes are on this host", "leave it out, or torchrun over several hosts");
   {
     Progress progress(2, o.json || o.quiet);
     check_training(o, {.phase = [&](const std::string& what) { progress.next(what); }});  // said once, not by all

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -76,6 +77,7 @@ std::vector<std::string> every_kind_of_kernel() {
     }
     texts.push_back(decode_text(carrier, pack));
     texts.push_back(keep_text(carrier, pack));
+    texts.push_back(hash_text(carrier));
     texts.push_back(largest_text(carrier, pack));
     for (const char* format : {"mxfp8", "nvfp4", "mxfp4-SR"}) {
       const FPFormat f = FPFormat::parse(format);
@@ -188,6 +190,32 @@ TEST(CubinCache, UsesNothingThatOthersMayWrite) {
   CubinCache("").write("key", {'a'});
   CubinCache("/proc/nothing").write("key", {'a'});
   EXPECT_FALSE(CubinCache("/proc/nothing").read("key"));
+}
+
+// Another user who may write to a folder above can put another folder in the place of the cache.
+TEST(CubinCache, UsesNoFolderThatOthersMayReplace) {
+  Folder folder;
+  const std::string above = folder.path + "/a";
+  const CubinCache cache(above + "/b/c");
+  cache.write("key", {'a'});
+  ASSERT_TRUE(cache.read("key"));
+  for (const mode_t mode : {0777, 0775, 0702}) {
+    chmod(above.c_str(), mode);
+    EXPECT_FALSE(cache.read("key")) << mode;
+  }
+  chmod(above.c_str(), 01777);
+  EXPECT_TRUE(cache.read("key")) << "as in /tmp, only its owner replaces an entry";
+  chmod(above.c_str(), 0755);
+  ASSERT_TRUE(cache.read("key"));
+  if (geteuid() == 0) {
+    ASSERT_EQ(chown(above.c_str(), 65534, 65534), 0);
+    EXPECT_FALSE(cache.read("key")) << "another user's folder";
+    ASSERT_EQ(chown(above.c_str(), 0, 0), 0);
+  }
+  // The folder that a link leads to is checked and opened.
+  chmod(above.c_str(), 0777);
+  fs::create_directory_symlink(above + "/b/c", folder.path + "/link");
+  EXPECT_FALSE(CubinCache(folder.path + "/link").read("key"));
 }
 
 TEST(CubinCache, SparesTheCompiler) {

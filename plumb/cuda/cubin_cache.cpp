@@ -32,11 +32,31 @@ struct Prefix {
   uint64_t key_bytes, binary_bytes, binary_hash;
 };
 
+constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH;
+
 // Owned by this user, and writable by no other.
-bool is_private(const std::string& path, mode_t kind) {
+bool is_private(const fs::path& path, mode_t kind) {
   struct stat found {};
   return lstat(path.c_str(), &found) == 0 && (found.st_mode & S_IFMT) == kind && found.st_uid == geteuid() &&
-         (found.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+         (found.st_mode & kOthersWrite) == 0;
+}
+
+// Nobody but this user and root can put another folder in the place of one in it. In a sticky folder (/tmp) only the
+// owner of an entry can.
+bool keeps_entries(const fs::path& folder) {
+  struct stat found {};
+  return lstat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+         (found.st_uid == geteuid() || found.st_uid == 0) &&
+         ((found.st_mode & kOthersWrite) == 0 || (found.st_mode & S_ISVTX) != 0);
+}
+
+// Makes the folders that are missing, for this user alone.
+void make_folders(const fs::path& folder) {
+  std::vector<fs::path> missing;
+  std::error_code none;
+  for (fs::path at = folder; !at.empty() && at != at.root_path() && !fs::exists(at, none); at = at.parent_path())
+    missing.push_back(at);
+  for (auto at = missing.rbegin(); at != missing.rend(); ++at) mkdir(at->c_str(), S_IRWXU);
 }
 
 }  // namespace
@@ -53,12 +73,20 @@ CubinCache CubinCache::of_user() {
 std::string CubinCache::file(std::string_view key) const {
   char name[32];
   std::snprintf(name, sizeof name, "%016llx.cubin", static_cast<unsigned long long>(hash(key)));
-  return folder_ + "/" + name;
+  std::error_code none;
+  const fs::path folder = folder_.empty() ? fs::path() : fs::canonical(folder_, none);  // no link in it may change later
+  if (folder.empty() || !is_private(folder, S_IFDIR)) return "";
+  for (fs::path at = folder; at != at.root_path();) {
+    at = at.parent_path();
+    if (!keeps_entries(at)) return "";
+  }
+  return (folder / name).string();
 }
 
 std::optional<std::vector<char>> CubinCache::read(std::string_view key) const {
-  if (folder_.empty() || !is_private(folder_, S_IFDIR) || !is_private(file(key), S_IFREG)) return std::nullopt;
-  std::ifstream in(file(key), std::ios::binary);
+  const std::string path = file(key);
+  if (path.empty() || !is_private(path, S_IFREG)) return std::nullopt;
+  std::ifstream in(path, std::ios::binary);
   Prefix prefix;
   if (!in.read(reinterpret_cast<char*>(&prefix), sizeof prefix) ||
       std::memcmp(prefix.magic, kMagic, sizeof kMagic) != 0 || prefix.key_bytes != key.size() ||
@@ -81,18 +109,18 @@ std::optional<std::vector<char>> CubinCache::read(std::string_view key) const {
 void CubinCache::write(std::string_view key, const std::vector<char>& binary) const {
   if (folder_.empty()) return;
   try {
-    std::error_code none;
-    if (fs::create_directories(folder_, none)) chmod(folder_.c_str(), S_IRWXU);
-    if (!is_private(folder_, S_IFDIR)) return;
+    make_folders(folder_);
+    const std::string path = file(key);
+    if (path.empty()) return;
     Prefix prefix{{}, key.size(), binary.size(), hash({binary.data(), binary.size()})};
     std::memcpy(prefix.magic, kMagic, sizeof kMagic);
-    OutputFile out(file(key));
+    OutputFile out(path);
     out.write(&prefix, sizeof prefix);
     out.write(key.data(), key.size());
     out.write(binary.data(), binary.size());
     out.commit();
     // A umask may let others write: then it would not be read again.
-    chmod(file(key).c_str(), S_IRUSR | S_IWUSR);
+    chmod(path.c_str(), S_IRUSR | S_IWUSR);
   } catch (const Error&) {
     // A full disk, or no permission: the next process compiles again.
   }

@@ -53,7 +53,7 @@ class Emulator : public Machine {
     const std::string source = folder_ + "/kernels.cpp", library = folder_ + "/kernels.so";
     std::ofstream out(source);
     out << "#include \"plumb/cuda/pass.cuh\"\n#include \"plumb/cuda/blocks.cuh\"\n"
-           "#include \"plumb/cuda/dropout.cuh\"\n"
+           "#include \"plumb/cuda/dropout.cuh\"\n#include \"plumb/cuda/hash.cuh\"\n"
         << "#include <type_traits>\n#include <utility>\n#define __global__\n#define __grid_constant__\n"
         << "#define __launch_bounds__(n)\n"
         << "extern \"C\" bool backwards = false;\n"

@@ -7,6 +7,7 @@
 #include "plumb/core/str.h"
 #include "plumb/cuda/self_check.h"
 #include "plumb/numerics/carrier.h"
+#include "plumb/numerics/hash.h"
 
 namespace plumb::cuda {
 namespace {
@@ -169,6 +170,13 @@ std::string check_keep(const DeviceKernels& kernels, const Tensor& values, bool 
   kernel::kernels().keep[carrier_of(y.scalar_type(), "dropout")](wanted.mutable_data_ptr(), y.numel(),
                                                                  entry.const_data_ptr(), last, kSeed, 0);
   return difference(y, wanted);
+}
+
+std::string check_hash(const DeviceKernels& kernels, const Tensor& x) {
+  const Tensor hard = hard_values(x.scalar_type(), x.device(), true);
+  const Tensor sum = at::zeros({}, x.options().dtype(at::kLong));
+  if (!kernels.hash(hard, sum)) return "";
+  return difference(sum, at::full({}, static_cast<int64_t>(hash_of(hard.cpu())), at::kLong));
 }
 
 std::string check_pointwise_forward(const pointwise_parts::PointwiseKernels& kernels, const PointwiseProgram& program,

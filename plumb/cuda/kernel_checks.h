@@ -14,6 +14,7 @@ std::string check_decode(const DeviceKernels& kernels, const at::Tensor& values,
                          bool aligned);
 std::string check_round_blocks(const DeviceKernels& kernels, const BlocksTask& task, bool aligned);
 std::string check_keep(const DeviceKernels& kernels, const at::Tensor& values, bool aligned);
+std::string check_hash(const DeviceKernels& kernels, const at::Tensor& x);
 
 // Within the last places in which exp, erf and tanh of devices differ.
 std::string check_pointwise_forward(const pointwise_parts::PointwiseKernels& kernels, const PointwiseProgram& program,

@@ -69,6 +69,10 @@ std::string keep_text(kernel::Carrier carrier, int pack) {
   return kernel_of("dropout.cuh", "KeepArguments", "keep", {type_name(carrier), std::to_string(pack)});
 }
 
+std::string hash_text(kernel::Carrier carrier) {
+  return kernel_of("hash.cuh", "HashArguments", "hash", {carrier == kernel::kFloat32 ? "uint32_t" : "uint16_t"});
+}
+
 std::string decode_text(kernel::Carrier carrier, int pack) {
   return kernel_of("pass.cuh", "DecodeArguments", "decode", {type_name(carrier), std::to_string(pack)});
 }

@@ -19,6 +19,7 @@ struct PassKernel {
 std::string text_of(const PassKernel& kernel);
 std::string finish_text();
 std::string keep_text(kernel::Carrier carrier, int pack);
+std::string hash_text(kernel::Carrier carrier);
 std::string decode_text(kernel::Carrier carrier, int pack);
 std::string largest_text(kernel::Carrier carrier, int pack);
 std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block, int64_t length,

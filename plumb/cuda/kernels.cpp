@@ -4,6 +4,7 @@
 
 #include "plumb/cuda/blocks.cuh"
 #include "plumb/cuda/dropout.cuh"
+#include "plumb/cuda/hash.cuh"
 #include "plumb/cuda/kernel_checks.h"
 #include "plumb/cuda/kernel_texts.h"
 #include "plumb/cuda/kernels.h"
@@ -144,7 +145,16 @@ bool keep(const Tensor& values, double value, uint32_t last, uint64_t seed) {
   return true;
 }
 
-constexpr DeviceKernels kKernels{pass, decode, round_blocks, keep};
+bool hash(const Tensor& x, const Tensor& sum) {
+  const std::string text = hash_text(carrier_of(x.scalar_type(), "hash"));
+  void* const run = loaded(x.device(), text);
+  if (!run || !is_right(x.device(), text, [&] { return check_hash(numerics_kernels(), x); })) return false;
+  cuda_kernel::HashArguments arguments{x.const_data_ptr(), x.numel(), static_cast<uint64_t*>(data_of(sum))};
+  start(x.device(), run, blocks_for(x.numel() / 4), {&arguments});
+  return true;
+}
+
+constexpr DeviceKernels kKernels{pass, decode, round_blocks, keep, hash};
 [[maybe_unused]] const bool kRegistered = (register_device_kernels(at::kCUDA, &kKernels), true);
 
 }  // namespace

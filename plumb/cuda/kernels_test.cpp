@@ -10,6 +10,7 @@
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/dropout_noise.h"
 #include "plumb/numerics/element.h"
+#include "plumb/numerics/hash.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/numerics/values_testing.h"
@@ -90,6 +91,18 @@ TEST_F(CudaKernels, KeepByChanceWithTheBitsOfTheCpu) {
             EXPECT_TRUE(same_bits(noise, dropout_noise(noise, kept, 1.7, 12345))) << dtype << " " << n << " " << kept;
           }
         }
+  });
+  EXPECT_EQ(emulator.declined, 0);
+}
+
+TEST_F(CudaKernels, HashToTheNumberOfTheCpu) {
+  const Tensor memory = at::randn({300000});
+  emulated(emulator, [&] {
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16})
+      for (const int64_t n : {0, 1, 127, 4097, 299999}) {
+        const Tensor x = memory.narrow(0, 1, n).to(dtype), sum = aten_kernels::hash(x);
+        EXPECT_EQ(static_cast<uint64_t>(sum.item<int64_t>()), hash_of(x)) << dtype << " " << n;
+      }
   });
   EXPECT_EQ(emulator.declined, 0);
 }

@@ -8,7 +8,7 @@ function(plumb_kernel_header NAME FILE)
 endfunction()
 plumb_kernel_header(cstdint plumb/cuda/nvrtc_base.h)
 foreach(_file numerics/kernels.h numerics/element.h cuda/device.cuh cuda/measure.cuh cuda/pass.cuh cuda/blocks.cuh
-        cuda/dropout.cuh cuda/pointwise.cuh)
+        cuda/dropout.cuh cuda/hash.cuh cuda/pointwise.cuh)
   plumb_kernel_header(plumb/${_file} plumb/${_file})
 endforeach()
 configure_file("${CMAKE_CURRENT_SOURCE_DIR}/plumb/cuda/texts.cpp.in" "${CMAKE_BINARY_DIR}/plumb_kernel_texts.cpp" @ONLY)

@@ -18,7 +18,6 @@ namespace plumb::pt2 {
 
 class GraphWriter {
  public:
-  // `graph` has no CallModule nodes (see inline_nested).
   GraphWriter(const Graph& graph, const State& state, const ExportedProgram& program);
 
   // Returns {"graph": ..., "signature": ...}. Throws Error(InvalidArgument) naming the node that a file cannot hold.

@@ -8,7 +8,7 @@
 #include "plumb/core/join.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_ops.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb::pt2 {

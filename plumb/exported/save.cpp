@@ -7,7 +7,6 @@
 #include "plumb/core/output_file.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/graph_writer.h"
-#include "plumb/graph/copy_node.h"
 #include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
@@ -68,9 +67,7 @@ Json program_json(const GraphModule& module, const ExportedProgram& program, pt2
 
 void write_archive(const GraphModule& module, const ExportedProgram& program, const std::string& path) {
   module.lint();
-  Graph flat = module.graph().clone();
-  inline_nested(flat);  // a file has no nested graphs
-  pt2::GraphWriter writer(flat, module.state(), program);
+  pt2::GraphWriter writer(module.graph(), module.state(), program);
   const std::string model = program_json(module, program, writer).dump();
 
   OutputFile file(path);

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "plumb/core/error.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_math.h"
 
@@ -161,6 +162,12 @@ void check_sizes(at::TensorList inputs, std::string_view spec) {
   }
 }
 
+const RegisterOperators sym_ops_rows{
+    {"plumb::",
+     "check_input check_sizes sym_abs sym_add sym_and sym_ceil sym_eq sym_float sym_floor sym_floordiv sym_ge sym_gt "
+     "sym_int sym_ite sym_le sym_lshift sym_lt sym_max sym_min sym_mod sym_mul sym_ne sym_neg sym_not sym_or sym_pos "
+     "sym_pow sym_rshift sym_sqrt sym_sub sym_sum sym_truediv sym_trunc"},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   auto binary = [&](const char* name, auto int_fn, auto float_fn) {
     m.def((std::string(name) + ".int(Scalar a, Scalar b) -> int").c_str(), int_fn);

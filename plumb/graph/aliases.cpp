@@ -7,7 +7,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -71,21 +71,6 @@ void Aliases::unite(Memory a, Memory b) { parent_[find(a)] = find(b); }
 void Aliases::add_node(const Node& node) {
   for (const Value* v : node.results()) id(v);
   if (node.kind() == NodeKind::GetAttr) return unite(id(node.result()), attribute(node.target()));
-  if (node.kind() == NodeKind::CallModule) {
-    const auto inner = node.subgraph()->placeholders();
-    std::vector<Value*> values;
-    for (size_t i = 0; i < inner.size() && i < node.args().size(); ++i) {
-      values.clear();
-      collect_values(node.arg(i), values);
-      for (const Value* v : values) unite(id(inner[i]->result()), id(v));
-    }
-    if (const Node* out = node.subgraph()->output_node()) {
-      for (size_t i = 0; i < out->args().size() && i < node.num_results(); ++i) {
-        if (const Value* v = out->arg(i).value()) unite(id(node.result(i)), id(v));
-      }
-    }
-    return;
-  }
   if (!node.is_call() || !node.result_aliases_input() || is_conversion_with_copy(node)) return;
   const auto& schema = node.schema();
   bool annotated = false;
@@ -127,63 +112,25 @@ void Aliases::add_node(const Node& node) {
   }
 }
 
-void Aliases::add_graph(const Graph& graph) {
-  std::vector<const Graph*> todo{&graph};
-  std::unordered_map<const Graph*, bool> seen{{&graph, true}};
-  while (!todo.empty()) {
-    const Graph* g = todo.back();
-    todo.pop_back();
-    for (const Node* node : g->nodes()) {
-      add_node(*node);
-      if (node->subgraph() && seen.emplace(node->subgraph().get(), true).second) todo.push_back(node->subgraph().get());
-    }
-  }
-}
-
 void Aliases::tidy(std::vector<Memory>& list) const {
   for (Memory& m : list) m = find(m);
   std::sort(list.begin(), list.end());
   list.erase(std::unique(list.begin(), list.end()), list.end());
 }
 
-// Recursion is as deep as graphs are nested, not as long as they are.
-const Aliases::Effects& Aliases::graph_effects(const Graph& graph) {
-  if (auto it = graphs_.find(&graph); it != graphs_.end()) return it->second;
-  Effects all;
-  for (const Node* node : graph.nodes()) {
-    if (node->kind() == NodeKind::GetAttr) {
-      all.state_read.push_back(id(node->result()));
-      continue;
-    }
-    Effects one = effects(*node);
-    all.written.insert(all.written.end(), one.written.begin(), one.written.end());
-    all.state_read.insert(all.state_read.end(), one.state_read.begin(), one.state_read.end());
-  }
-  tidy(all.written);
-  tidy(all.state_read);
-  return graphs_[&graph] = std::move(all);
-}
-
-Aliases::Effects Aliases::effects(const Node& node) {
-  if (node.kind() == NodeKind::CallModule) return graph_effects(*node.subgraph());
-  Effects e;
-  if (!node.is_call()) return e;
-  if (is_opaque(node)) {
-    for (const Value* v : node.inputs()) e.written.push_back(id(v));
-  } else {
-    for (const Value* v : node.written_inputs()) e.written.push_back(id(v));
-  }
-  tidy(e.written);
-  return e;
+std::vector<Memory> Aliases::writes_of(const Node& node) {
+  std::vector<Memory> written;
+  if (!node.is_call()) return written;
+  for (const Value* v : is_opaque(node) ? node.inputs() : node.written_inputs()) written.push_back(id(v));
+  return written;
 }
 
 Aliases::Aliases(const Graph& graph, const State* state, Inputs inputs) : state_(state) {
   ids_.reserve(graph.size() * 2);
   parent_.reserve(graph.size() * 2);
-  add_graph(graph);
+  for (const Node* node : graph.nodes()) add_node(*node);
   for (const Node* node : graph.nodes()) {
-    Effects e = effects(*node);
-    if (!e.written.empty() || node->kind() == NodeKind::CallModule) nodes_.emplace(node, std::move(e));
+    if (std::vector<Memory> written = writes_of(*node); !written.empty()) writes_.emplace(node, std::move(written));
   }
   flags_.assign(parent_.size(), 0);
   std::vector<Memory> external;
@@ -193,8 +140,8 @@ Aliases::Aliases(const Graph& graph, const State* state, Inputs inputs) : state_
   for (const auto& [key, m] : names_) external.push_back(m);
   if (inputs == Inputs::MayOverlapWritten && !placeholders.empty()) {
     std::vector<bool> is_written(parent_.size());
-    for (const auto& [node, e] : nodes_) {
-      for (Memory m : e.written) is_written[find(m)] = true;
+    for (const auto& [node, written] : writes_) {
+      for (Memory m : written) is_written[find(m)] = true;
     }
     std::vector<Memory> shared;
     for (Memory m : external) {
@@ -209,10 +156,9 @@ Aliases::Aliases(const Graph& graph, const State* state, Inputs inputs) : state_
   if (const Node* out = graph.output_node()) {
     for (const Value* v : out->inputs()) flags_[find(id(v))] |= kReturned;
   }
-  for (auto& [node, e] : nodes_) {
-    tidy(e.written);
-    tidy(e.state_read);
-    for (Memory m : e.written) {
+  for (auto& [node, written] : writes_) {
+    tidy(written);
+    for (Memory m : written) {
       flags_[m] |= kWritten;
       const Node*& last = last_write_[m];
       if (!last || last->is_before(node)) last = node;
@@ -233,28 +179,19 @@ const Node* Aliases::last_write(Memory m) const {
 
 const std::vector<Memory>& Aliases::written(const Node* node) const {
   static const std::vector<Memory> none;
-  auto it = nodes_.find(node);
-  return it == nodes_.end() ? none : it->second.written;
+  auto it = writes_.find(node);
+  return it == writes_.end() ? none : it->second;
 }
 
 std::vector<Memory> Aliases::read(const Node* node) const {
   std::vector<Memory> list;
   list.reserve(node->num_inputs());
   for (size_t i = 0; i < node->num_inputs(); ++i) list.push_back(memory(node->input(i)));
-  if (auto it = nodes_.find(node); it != nodes_.end()) {
-    list.insert(list.end(), it->second.state_read.begin(), it->second.state_read.end());
-  }
   tidy(list);
   return list;
 }
 
 bool has_hidden_effects(const Node& node) {
-  if (node.kind() == NodeKind::CallModule) {
-    for (const Node* inner : node.subgraph()->nodes()) {
-      if (has_hidden_effects(*inner)) return true;
-    }
-    return false;
-  }
   if (!node.is_call()) return false;
   const OperatorFacts& facts = operator_facts(node.target());
   if (facts.opaque || facts.has_effects) return true;
@@ -279,7 +216,6 @@ GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const Sta
     bool flows = false;
     switch (node->kind()) {
       case NodeKind::Placeholder: flows = true; break;
-      case NodeKind::CallModule: flows = true; break;
       case NodeKind::GetAttr: {
         const Attr* attr = state ? state->find(node->target()) : nullptr;
         flows = !attr || !attr->tensor.defined() || attr->tensor.requires_grad();

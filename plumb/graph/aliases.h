@@ -12,8 +12,7 @@
 
 namespace plumb {
 
-// Memory is divided in classes: values of different classes never share memory, values of one class may. Nested graphs
-// are looked through: their inputs are the arguments of the node that calls them.
+// Memory is divided in classes: values of different classes never share memory, values of one class may.
 class Aliases {
  public:
   using Memory = uint32_t;
@@ -27,7 +26,7 @@ class Aliases {
   // With `state`, names of one tensor or of tensors on one storage are one memory; without, every name is its own.
   explicit Aliases(const Graph& graph, const State* state = nullptr, Inputs inputs = Inputs::MayOverlapWritten);
 
-  // Returns the memory class of a value of this graph or of a nested one. Throws Error(Internal) for any other value.
+  // Returns the memory class of a value of this graph. Throws Error(Internal) for any other value.
   Memory memory(const Value* value) const;
   bool may_alias(const Value* a, const Value* b) const { return memory(a) == memory(b); }
 
@@ -36,27 +35,22 @@ class Aliases {
   // Returns whether a value that the graph returns is in it.
   bool is_returned(Memory m) const { return flags_[m] & kReturned; }
   bool is_written(Memory m) const { return flags_[m] & kWritten; }
-  // Returns the last node of the (outer) graph that writes it; null if none does.
+  // Returns the last node that writes it; null if none does.
   const Node* last_write(Memory m) const;
 
-  // Memory that running the node writes; memory of its inputs, and of the state that a nested graph reads. Each once.
+  // Memory that running the node writes; memory of its inputs. Each once.
   const std::vector<Memory>& written(const Node* node) const;
   std::vector<Memory> read(const Node* node) const;
 
  private:
   enum Flag : uint8_t { kExternal = 1, kReturned = 2, kWritten = 4 };
-  struct Effects {
-    std::vector<Memory> written, state_read;
-  };
 
   Memory id(const Value* value);
   Memory attribute(const std::string& name);
   Memory find(Memory m) const;
   void unite(Memory a, Memory b);
-  void add_graph(const Graph& graph);
   void add_node(const Node& node);
-  Effects effects(const Node& node);
-  const Effects& graph_effects(const Graph& graph);
+  std::vector<Memory> writes_of(const Node& node);
   void tidy(std::vector<Memory>& list) const;
 
   const State* state_;
@@ -65,8 +59,7 @@ class Aliases {
   std::unordered_map<const Value*, Memory> ids_;
   std::unordered_map<const void*, Memory> storages_;
   std::unordered_map<std::string, Memory> names_;
-  std::unordered_map<const Graph*, Effects> graphs_;
-  std::unordered_map<const Node*, Effects> nodes_;  // only nodes that write, or that call a graph
+  std::unordered_map<const Node*, std::vector<Memory>> writes_;  // of nodes that write
   std::unordered_map<Memory, const Node*> last_write_;
 };
 

@@ -20,16 +20,11 @@ Node* copy_node(Graph& into, const Node& node, const ArgOf& map) {
     std::vector<Arg> args;
     args.reserve(node.args().size());
     for (const Arg& arg : node.args()) args.push_back(map_arg(arg, map));
-    if (node.kind() == NodeKind::CallModule) {
-      twin = into.call_module(node.target(), std::make_shared<Graph>(node.subgraph()->clone()), std::move(args),
-                              node.num_results());
-    } else {
-      std::vector<int32_t> lists;
-      for (int32_t count : node.result_layout()) {
-        if (count >= 0) lists.push_back(count);
-      }
-      twin = into.call(node.op(), std::move(args), std::move(lists));
+    std::vector<int32_t> lists;
+    for (int32_t count : node.result_layout()) {
+      if (count >= 0) lists.push_back(count);
     }
+    twin = into.call(node.op(), std::move(args), std::move(lists));
   }
   for (size_t i = 0; i < node.num_results(); ++i) {
     const Value* from = node.result(i);
@@ -53,47 +48,6 @@ void replace_uses(Graph& graph, const Value* gone, const Arg& result) {
     }
     for (size_t a = 0; a < user->args().size(); ++a) user->set_arg(a, map_arg(user->arg(a), map));
   }
-}
-
-namespace {
-
-// Copies the nodes of a call's graph before it and erases the call. Returns the first copy, or the node after the call
-// if there is none.
-Node* inline_call(Graph& graph, Node* call) {
-  const Graph& inner = *call->subgraph();
-  std::unordered_map<const Value*, Arg> known;
-  size_t next = 0;
-  for (const Node* in : inner.placeholders()) known.emplace(in->result(), call->arg(next++));
-  const ArgOf map = [&](Value* v) { return known.at(v); };
-  Node* first = nullptr;
-  {
-    auto here = graph.inserting_before(call);
-    for (const Node* node : inner.nodes()) {
-      if (node->kind() == NodeKind::Placeholder || node->kind() == NodeKind::Output) continue;
-      Node* twin = copy_node(graph, *node, map);
-      if (!call->meta().grad_enabled) twin->meta().grad_enabled = false;
-      for (size_t i = 0; i < node->num_results(); ++i) known.emplace(node->result(i), twin->result(i));
-      if (!first) first = twin;
-    }
-  }
-  for (size_t i = 0; i < call->num_results(); ++i) {
-    replace_uses(graph, call->result(i), map_arg(inner.output_node()->arg(i), map));
-  }
-  Node* after = first ? first : call->next();
-  graph.erase(call);
-  return after;
-}
-
-}  // namespace
-
-bool inline_nested(Graph& graph) {
-  bool found = false;
-  for (Node* node = graph.first(); node;) {
-    const bool nested = node->kind() == NodeKind::CallModule;
-    found |= nested;
-    node = nested ? inline_call(graph, node) : node->next();  // calls within the copy come next
-  }
-  return found;
 }
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// Copies nodes from one graph into another, and nested graphs into the graph that calls them.
+// Copies nodes from one graph into another.
 #pragma once
 
 #include <functional>
@@ -12,14 +12,11 @@ using ArgOf = std::function<Arg(Value*)>;
 // Returns the argument with every value replaced by what `map` returns for it.
 Arg map_arg(const Arg& arg, const ArgOf& map);
 
-// Returns a copy of an operator call, get_attr or nested call at `into`'s insertion point, with types and metadata.
+// Returns a copy of an operator call or get_attr at `into`'s insertion point, with types and metadata.
 // Results keep their names where those are free.
 Node* copy_node(Graph& into, const Node& node, const ArgOf& map);
 
 // Lets all users of a value take the argument in its place, which may be a constant.
 void replace_uses(Graph& graph, const Value* gone, const Arg& with);
-
-// Replaces every call of a nested graph by the nodes of that graph, at any depth. Returns whether there was one.
-bool inline_nested(Graph& graph);
 
 }  // namespace plumb

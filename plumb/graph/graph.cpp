@@ -279,25 +279,6 @@ Node* Graph::call(const c10::OperatorHandle& op, std::vector<Arg> args, std::vec
   return insert(std::move(node), name);
 }
 
-Node* Graph::call_module(std::string name, std::shared_ptr<Graph> graph, std::vector<Arg> args, size_t num_results) {
-  std::unique_ptr<Node> node(new Node(this, NodeKind::CallModule));
-  node->target_ = std::move(name);
-  node->subgraph_ = std::move(graph);
-  node->args_ = std::move(args);
-  for (size_t i = 0; i < num_results; ++i) {
-    ValueType type = ValueType::Tensor;
-    std::optional<TensorMeta> meta;
-    if (const Node* out = node->subgraph_ ? node->subgraph_->output_node() : nullptr; out && i < out->args().size()) {
-      if (const Value* v = out->arg(i).value()) type = v->type(), meta = v->meta();
-    }
-    node->results_.emplace_back(new Value(node.get(), i, type));
-    node->results_.back()->meta_ = std::move(meta);
-  }
-  node->layout_.assign(num_results, -1);
-  std::string hint = node->target_;
-  return insert(std::move(node), hint);
-}
-
 Node* Graph::output(std::vector<Arg> values) {
   if (output_) {
     output_->detach_inputs();
@@ -365,7 +346,6 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
     Node* twin = new Node(&copy, node->kind_);
     twin->target_ = node->target_;
     twin->op_ = node->op_;
-    if (node->subgraph_) twin->subgraph_ = std::make_shared<Graph>(node->subgraph_->clone());
     twin->layout_ = node->layout_;
     twin->meta_ = node->meta_;
     twin->args_.reserve(node->args_.size());

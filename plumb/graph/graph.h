@@ -34,7 +34,6 @@ enum class NodeKind : uint8_t {
   Placeholder,   // an input; target() is the name the user gave it
   GetAttr,       // a parameter, buffer or constant; target() is its fully qualified name
   CallFunction,  // a dispatcher operator; target() is "aten::add.Tensor"
-  CallModule,    // a nested graph; target() is its name
   Output,        // what the graph returns: its args, flat
 };
 
@@ -122,15 +121,12 @@ class Node {
   NodeMeta& meta();  // counts as an edit
   const NodeMeta& meta() const { return meta_; }
 
-  // CallModule: the nested graph.
-  const std::shared_ptr<Graph>& subgraph() const { return subgraph_; }
-
   // Returns whether this node comes before the other in the graph. Amortized O(1).
   bool is_before(const Node* other) const;
   Node* next() const { return next_; }  // null after the last
   Node* prev() const { return prev_; }
 
-  // --- what running it does (from the schema; CallModule asks its nested graph) ---
+  // --- what running it does (from the schema) ---
   // Inputs whose memory it writes (in-place and out= operators).
   std::vector<Value*> written_inputs() const;
   bool writes() const;
@@ -156,7 +152,6 @@ class Node {
   NodeKind kind_;
   std::string target_;
   std::optional<c10::OperatorHandle> op_;
-  std::shared_ptr<Graph> subgraph_;
   std::vector<Arg> args_;
   std::vector<Input> inputs_;
   std::vector<std::unique_ptr<Value>> results_;
@@ -209,7 +204,7 @@ class Graph {
   Graph(Graph&&) noexcept;
   Graph& operator=(Graph&&) noexcept;
 
-  // Returns a deep copy (nested graphs too). `map`, if given, receives old node -> new node.
+  // Returns a deep copy. `map`, if given, receives old node -> new node.
   Graph clone(std::unordered_map<const Node*, Node*>* map = nullptr) const;
 
   // --- reading ---
@@ -230,7 +225,6 @@ class Graph {
   // list_sizes: for every list among the returns, how many elements it has here.
   Node* call(std::string_view op, std::vector<Arg> args, std::vector<int32_t> list_sizes = {});
   Node* call(const c10::OperatorHandle& op, std::vector<Arg> args, std::vector<int32_t> list_sizes = {});
-  Node* call_module(std::string name, std::shared_ptr<Graph> graph, std::vector<Arg> args, size_t num_results);
   // Sets what the graph returns (flat); replaces an earlier output.
   Node* output(std::vector<Arg> values);
 
@@ -295,6 +289,8 @@ struct PrintOptions {
 std::string to_string(const Graph& graph, const PrintOptions& options = {});
 // Throws an Error that names line and column.
 Graph parse_graph(std::string_view text);
+// parse_graph() of a text that this process wrote itself: it may name every operator.
+Graph parse_trusted_graph(std::string_view text);
 
 // Checks order, use lists, schemas, names, one output; throws an Error (InvalidGraph) that names the node.
 void lint(const Graph& graph);

@@ -1,5 +1,3 @@
-#include <unordered_set>
-
 #include "plumb/core/error.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/schema_fit.h"
@@ -46,16 +44,11 @@ void check_node(const Node& node, const Graph& graph) {
     }
     if (node.result_layout().size() != schema.returns().size()) broken(node, "has other results than its schema");
   }
-  if (node.kind() == NodeKind::CallModule) {
-    if (!node.subgraph()) broken(node, "has no nested graph");
-    const Node* out = node.subgraph()->output_node();
-    if (node.subgraph()->placeholders().size() != node.args().size())
-      broken(node, "does not give its nested graph every input");
-    if (!out || out->args().size() != node.num_results()) broken(node, "has other results than its nested graph");
-  }
 }
 
-void lint_one(const Graph& graph, std::vector<const Graph*>& nested) {
+}  // namespace
+
+void lint(const Graph& graph) {
   size_t count = 0;
   bool placeholders_over = false;
   const Node* previous = nullptr;
@@ -70,24 +63,11 @@ void lint_one(const Graph& graph, std::vector<const Graph*>& nested) {
     }
     if (node->kind() == NodeKind::Output && node != graph.last()) broken(*node, "is not the last node");
     check_node(*node, graph);
-    if (node->subgraph()) nested.push_back(node->subgraph().get());
     previous = node;
   }
   if (count != graph.size()) throw Error(ErrorKind::InvalidGraph, "the graph counts its nodes wrongly");
   if (!graph.output_node() || graph.last() != graph.output_node()) {
     throw Error(ErrorKind::InvalidGraph, "the graph has no output node", "", "call graph.output({...})");
-  }
-}
-
-}  // namespace
-
-void lint(const Graph& graph) {
-  std::vector<const Graph*> todo{&graph};
-  std::unordered_set<const Graph*> seen;
-  while (!todo.empty()) {
-    const Graph* next = todo.back();
-    todo.pop_back();
-    if (seen.insert(next).second) lint_one(*next, todo);
   }
 }
 

@@ -16,11 +16,10 @@ const c10::IValue* mode_of(const Node* node) {
   return nullptr;
 }
 
-// Whether `holds` is true of a node of the graph or of those nested in it.
 template <class Holds>
 bool any_node(const Graph& graph, const Holds& holds) {
   for (const Node* node : graph.nodes()) {
-    if (holds(node) || (node->subgraph() && any_node(*node->subgraph(), holds))) return true;
+    if (holds(node)) return true;
   }
   return false;
 }

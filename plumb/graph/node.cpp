@@ -5,7 +5,7 @@
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/node_kind.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
@@ -22,7 +22,7 @@ bool is_off(const c10::IValue* flag) { return flag && flag->isBool() && !flag->t
 }  // namespace
 
 std::string_view to_string(NodeKind kind) {
-  static constexpr std::string_view kNames[] = {"placeholder", "get_attr", "call_function", "call_module", "output"};
+  static constexpr std::string_view kNames[] = {"placeholder", "get_attr", "call_function", "output"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -173,15 +173,6 @@ void Node::detach_inputs() {
 
 std::vector<Value*> Node::written_inputs() const {
   std::vector<Value*> written;
-  if (kind_ == NodeKind::CallModule) {
-    // The nested graph's placeholders correspond to our arguments by position; it may write them through views.
-    const auto inner = subgraph_->placeholders();
-    const Aliases aliases(*subgraph_, nullptr, Aliases::Inputs::Distinct);
-    for (size_t i = 0; i < inner.size() && i < args_.size(); ++i) {
-      if (aliases.is_written(aliases.memory(inner[i]->result()))) collect_values(args_[i], written);
-    }
-    return written;
-  }
   if (!op_) return written;
   const auto& arguments = op_->schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -198,7 +189,6 @@ std::vector<Value*> Node::written_inputs() const {
 bool Node::writes() const { return !written_inputs().empty(); }
 
 bool Node::result_aliases_input() const {
-  if (kind_ == NodeKind::CallModule) return true;
   if (!op_) return false;
   const OperatorFacts& facts = operator_facts(target_);
   if (facts.may_alias || facts.opaque) return true;
@@ -209,12 +199,6 @@ bool Node::result_aliases_input() const {
 }
 
 bool Node::is_random() const {
-  if (kind_ == NodeKind::CallModule) {
-    for (const Node* node : subgraph_->nodes()) {
-      if (node->is_random()) return true;
-    }
-    return false;
-  }
   if (!op_) return false;
   if (!op_->hasTag(at::Tag::nondeterministic_seeded)) return false;
   const OperatorFacts& facts = operator_facts(target_);
@@ -226,12 +210,6 @@ bool Node::is_random() const {
 bool Node::has_side_effects() const {
   if (kind_ == NodeKind::Output || kind_ == NodeKind::Placeholder) return true;
   if (kind_ == NodeKind::GetAttr) return false;
-  if (kind_ == NodeKind::CallModule) {
-    for (const Node* node : subgraph_->nodes()) {
-      if (node->is_call() && node->has_side_effects()) return true;
-    }
-    return false;
-  }
   if (op_->schema().returns().empty()) return true;
   const OperatorFacts& facts = operator_facts(target_);
   return facts.opaque || facts.has_effects || writes() || is_random();

@@ -8,7 +8,7 @@ namespace plumb {
 
 enum class NodeKind : uint8_t;
 
-// "placeholder", "get_attr", "call_function", "call_module", "output".
+// "placeholder", "get_attr", "call_function", "output".
 std::string_view to_string(NodeKind kind);
 
 }  // namespace plumb

@@ -6,14 +6,14 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/names.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/parse_tokens.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
 namespace {
 
-constexpr int kMaxNesting = 64;              // of nested graphs and lists: no recursion without bound
+constexpr int kMaxNesting = 64;              // of lists: no recursion without bound
 constexpr size_t kMaxListResults = 1 << 20;  // of one node
 
 class Parser : private Tokens {
@@ -22,7 +22,7 @@ class Parser : private Tokens {
 
   Graph parse() {
     expect_word("graph");
-    Graph graph = body(0);
+    Graph graph = body();
     skip_space();
     if (at_ < text_.size()) fail("text after the graph's closing brace");
     return graph;
@@ -36,18 +36,17 @@ class Parser : private Tokens {
   };
 
   // --- structure ---
-  Graph body(int depth) {
-    if (depth > kMaxNesting) fail("graphs nested deeper than " + std::to_string(kMaxNesting));
+  Graph body() {
     expect('{');
     Graph graph;
     while (!accept('}')) {
       if (graph.output_node()) fail("a node after the output");
-      line(graph, depth);
+      line(graph);
     }
     return graph;
   }
 
-  void line(Graph& graph, int depth) {
+  void line(Graph& graph) {
     skip_space();
     const size_t start = at_;
     std::vector<Result> results;
@@ -73,7 +72,7 @@ class Parser : private Tokens {
     }
     Node* node = nullptr;
     try {
-      node = operation(graph, depth, results, list_sizes);
+      node = operation(graph, results, list_sizes);
     } catch (const ParseError&) {
       throw;  // names its place already
     } catch (const Error& e) {
@@ -108,7 +107,7 @@ class Parser : private Tokens {
     }
   }
 
-  Node* operation(Graph& graph, int depth, const std::vector<Result>& results, const std::vector<int32_t>& list_sizes) {
+  Node* operation(Graph& graph, const std::vector<Result>& results, const std::vector<int32_t>& list_sizes) {
     skip_space();
     const size_t start = at_;
     std::string_view head = word();
@@ -118,12 +117,6 @@ class Parser : private Tokens {
       if (head == "get_attr") return graph.get_attr(std::move(target));
       auto here = graph.inserting_before(nullptr);
       return graph.placeholder(std::move(target), std::nullopt, results[0].type);
-    }
-    if (head == "call_module") {
-      std::string name = quoted();
-      auto args = plain_args(graph);
-      auto inner = std::make_shared<Graph>(body(depth + 1));
-      return graph.call_module(std::move(name), std::move(inner), std::move(args), results.size());
     }
     if (head == "output") return graph.output(plain_args(graph));
     at_ = start;

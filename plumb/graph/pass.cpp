@@ -44,7 +44,7 @@ std::vector<const Pass*> all_passes() {
 }
 
 const Pass& find_pass(std::string_view name) {
-  auto it = table().find(name);
+  auto it = table().find(name == "raise" ? "fuse_patterns" : name);
   if (it != table().end()) return *it->second;
   throw Error(ErrorKind::UnknownName, "no pass '" + std::string(name) + "'", "",
               "one of: " + join(std::views::keys(table())));

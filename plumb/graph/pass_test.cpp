@@ -71,13 +71,13 @@ TEST(RunPasses, WritesTheGraphBeforeAndAfterEveryStep) {
 
 TEST(RunPasses, AStepsTextHasANameAndOptions) {
   const PassStep step = parse_pass_step("raise,inexact=true");
-  EXPECT_EQ(step.pass->name, "raise");
+  EXPECT_EQ(step.pass->name, "fuse_patterns");
   EXPECT_EQ(step.options.at("inexact"), "true");
   EXPECT_THAT(message_and_remedy([] { parse_pass_step("nothing"); }), HasSubstr("no pass 'nothing' | one of: "));
   EXPECT_THAT(message_and_remedy([] { parse_pass_step("raise,exact=1"); }),
               HasSubstr("no option 'exact' | one of: inexact"));
   EXPECT_THAT(message_and_remedy([] { parse_pass_step("raise,inexact"); }),
-              HasSubstr("'inexact' of pass raise has no value"));
+              HasSubstr("'inexact' of pass fuse_patterns has no value"));
 }
 
 TEST(RunChecked, AGraphThatIsBrokenAfterwardsNamesThePass) {

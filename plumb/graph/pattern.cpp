@@ -174,7 +174,7 @@ bool is_private(const Match& match, size_t reach) {
   for (const Node* cast : match.casts) first = cast->is_before(first) ? cast : first;
   for (const Node* node = first; node != match.root; node = node->next()) {
     if (reach-- == 0) return false;
-    if (!inside.count(node) && (node->writes() || node->kind() == NodeKind::CallModule)) return false;
+    if (!inside.count(node) && node->writes()) return false;
   }
   for (const Value* v : match.root->written_inputs()) {
     if (!inside.count(v->producer()) || v->producer()->result_aliases_input()) return false;

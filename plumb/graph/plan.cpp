@@ -12,8 +12,8 @@
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
 #include "plumb/graph/describe.h"
-#include "plumb/graph/dispatch_keys.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/dispatch_keys.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
@@ -38,7 +38,6 @@ struct Instruction {
   uint32_t first_slot, num_slots;
   uint32_t first_out, num_outs;    // into outs
   uint32_t first_drop, num_drops;  // into drops: registers to release although no argument moved them
-  int32_t nested;                  // CallModule: index of nested plans, else -1
   bool grad;
   uint64_t random = 0;   // what seeds it (node_seeds.h); 0: draws nothing
   bool by_rows = false;  // and it may draw row by row
@@ -62,7 +61,6 @@ struct Plan::Impl {
   std::vector<uint32_t> inputs;                    // registers of placeholders
   std::vector<std::pair<uint32_t, IValue>> attrs;  // registers of get_attr nodes
   std::vector<Slot> outputs;
-  std::vector<Impl> nested;
   uint32_t num_registers = 0;
   bool rounds = false;  // values to formats: products may keep codes of them
   // For messages only: they must not keep the graph alive.
@@ -123,11 +121,7 @@ struct Plan::Impl {
         }
         const bool by_rows = in.by_rows && run_by_rows(in.random, in.op, stack);
         if (in.random && !by_rows) seed_node(in.random);
-        if (in.nested < 0) {
-          if (!by_rows) in.op.callBoxed(stack);
-        } else {
-          stack = nested[static_cast<size_t>(in.nested)].run(std::move(stack));
-        }
+        if (!by_rows) in.op.callBoxed(stack);
         store(in, stack, regs);
         stack.clear();
         for (uint32_t i = 0; i < in.num_drops; ++i) regs[drops[in.first_drop + i]] = IValue();
@@ -196,9 +190,7 @@ static bool takes_tensor(c10::TypePtr type) {
 // Compiles one graph. Registers are given in graph order, so a node's results are neighbors.
 class PlanCompiler {
  public:
-  // `within`: of a nested graph, what seeds the node that calls it.
-  PlanCompiler(const Graph& graph, const State& state, uint64_t within = 0)
-      : graph_(graph), state_(state), within_(within) {}
+  PlanCompiler(const Graph& graph, const State& state) : graph_(graph), state_(state) {}
 
   Plan::Impl compile() {
     uint32_t next = 0;
@@ -301,30 +293,24 @@ class PlanCompiler {
   }
 
   void instruction(const Node& node) {
-    static const c10::OperatorHandle any = find_operator("aten::relu");  // stands in where there is no operator
-    Instruction in{node.is_call() ? node.op() : any, 0, 0, 0, 0, 0, 0, -1, node.meta().grad_enabled};
+    Instruction in{node.op(), 0, 0, 0, 0, 0, 0, node.meta().grad_enabled};
     in.first_drop = static_cast<uint32_t>(plan_.drops.size());
     if (auto tensor_overload = faster_overload(node)) in.op = *tensor_overload;
     std::vector<Slot> slots;
     for (size_t i = 0; i < node.args().size(); ++i) {
-      slots.push_back(slot(node, node.arg(i), node.is_call() ? in.op.schema().arguments()[i].type() : nullptr));
+      slots.push_back(slot(node, node.arg(i), in.op.schema().arguments()[i].type()));
     }
     in.first_slot = static_cast<uint32_t>(plan_.slots.size());
     in.num_slots = static_cast<uint32_t>(slots.size());
     plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
-    const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
     // An opaque function may draw, too.
-    if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
+    const bool draws = node.is_random() || node.target() == "plumb::python_function";
+    if (draws && node.num_results()) in.random = mix_seeds(0, seed_of_name(node.result(0)->name()));
     plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
     // Dropout, also that of attention: it draws only if an argument says so. Recurrent layers have no own rows.
-    const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
+    const OperatorFacts* facts = in.random ? &operator_facts(node.target()) : nullptr;
     in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
                  facts->recurrent == RecurrentLayer::None;
-    if (node.kind() == NodeKind::CallModule) {
-      in.nested = static_cast<int32_t>(plan_.nested.size());
-      plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());
-      plan_.rounds = plan_.rounds || plan_.nested.back().rounds;
-    }
     in.first_out = static_cast<uint32_t>(plan_.outs.size());
     size_t next = 0;
     for (int32_t count : node.result_layout()) {
@@ -339,7 +325,7 @@ class PlanCompiler {
     in.num_drops = static_cast<uint32_t>(plan_.drops.size()) - in.first_drop;
     plan_.instructions.push_back(in);
     plan_.labels.push_back({node.describe(), node.meta().where(), "", -1});
-    if (node.is_call() && node.op_name().ends_with("::embedding") && node.arg("weight").is_value()) {
+    if (node.op_name().ends_with("::embedding") && node.arg("weight").is_value()) {
       const Value& table = *node.arg("weight").value();
       if (table.producer()->kind() == NodeKind::GetAttr) plan_.labels.back().table = table.producer()->target();
       if (table.meta() && !table.meta()->sizes.empty()) plan_.labels.back().rows = table.meta()->sizes[0];
@@ -348,7 +334,6 @@ class PlanCompiler {
 
   const Graph& graph_;
   const State& state_;
-  const uint64_t within_;
   Plan::Impl plan_;
   std::unordered_map<const Value*, uint32_t> registers_;
   std::unordered_map<const Value*, std::pair<const Node*, uint32_t>>

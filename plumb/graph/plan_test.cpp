@@ -115,15 +115,6 @@ TEST(Plan, UsesOneValueTwiceInOneNode) {
             -2.0);
 }
 
-TEST(Plan, RunsNestedGraphs) {
-  EXPECT_EQ(run1(R"(graph { %x = placeholder "x" %p, %q = call_module "inner" (%x, 2) {
-      %a = placeholder "a" %b: int = placeholder "b" %m = aten::mul.Tensor(%a, %b) output(%m, %a) }
-    %s = aten::sub.Tensor(%p, %q) output(%s) })",
-                 State(), {at::full({}, 5.0)})
-                .item<double>(),
-            5.0);
-}
-
 TEST(Plan, ReturnsInputsAndConstantsAsTheyAre) {
   Graph g = parse_graph("graph { %x = placeholder \"x\" output(%x, None, 3, %x) }");
   at::Tensor x = at::ones({2});

@@ -18,21 +18,17 @@ class Printer {
 
   std::string print(const Graph& graph) {
     out_ = "graph {\n";
-    body(graph, 1);
+    for (const Node* node : graph.nodes()) {
+      out_ += "  ";
+      line(*node);
+      out_ += '\n';
+    }
     out_ += "}\n";
     return std::move(out_);
   }
 
  private:
-  void body(const Graph& graph, int depth) {
-    for (const Node* node : graph.nodes()) {
-      out_.append(static_cast<size_t>(depth) * 2, ' ');
-      line(*node, depth);
-      out_ += '\n';
-    }
-  }
-
-  void line(const Node& node, int depth) {
+  void line(const Node& node) {
     if (node.kind() != NodeKind::Output) results(node);
     switch (node.kind()) {
       case NodeKind::Placeholder:
@@ -43,15 +39,6 @@ class Printer {
       case NodeKind::CallFunction:
         out_ += node.target();
         call_args(node);
-        break;
-      case NodeKind::CallModule:
-        out_ += "call_module ";
-        quoted(node.target());
-        plain_args(node);
-        out_ += " {\n";
-        if (node.subgraph()) body(*node.subgraph(), depth + 1);
-        out_.append(static_cast<size_t>(depth) * 2, ' ');
-        out_ += '}';
         break;
       case NodeKind::Output:
         out_ += "output";

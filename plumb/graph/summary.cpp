@@ -34,7 +34,7 @@ std::string type_text(const TensorMeta& m) {
 
 std::string summary(const Graph& graph) {
   size_t operators = 0;
-  for (const Node* node : graph.nodes()) operators += node->is_call() || node->kind() == NodeKind::CallModule;
+  for (const Node* node : graph.nodes()) operators += node->is_call();
   std::vector<std::string> in, out;
   for (const Node* p : graph.placeholders()) in.push_back(p->target() + ": " + type_of_value(p->result()));
   if (const Node* output = graph.output_node()) {

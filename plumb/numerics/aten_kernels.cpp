@@ -484,4 +484,34 @@ Tensor tensor_metrics(const Tensor& x, bool histogram) {
   return at::cat(all);
 }
 
+// By blocks: the sums of blocks are words of 64 bits, of which the same sum is taken with the key of a block.
+Tensor hash(const Tensor& x) {
+  constexpr int64_t block = 1024;
+  const Tensor dense = x.detach().resolve_conj().resolve_neg().contiguous();
+  const auto options = x.options().dtype(at::kLong).requires_grad(false);
+  if (x.numel() == 0) return at::zeros({}, options);
+  if (const auto* own = device_kernels(dense, x.scalar_type())) {
+    const Tensor sum = at::zeros({}, options);
+    if (own->hash(dense, sum)) return sum;
+  }
+  const Tensor flat = dense.reshape({-1});
+  const int64_t size = x.element_size();
+  Tensor words = size == 1 ? flat.view(at::kByte).to(at::kLong)
+                 : size == 2
+                     ? flat.view(at::kShort).to(at::kLong).bitwise_and(0xffff)
+                     : flat.view(at::kInt).to(at::kLong).bitwise_and(static_cast<int64_t>(0xffffffff));
+  words = words.bitwise_xor(words.bitwise_right_shift(16));
+  uint64_t key = kernel::kHashKey;
+  while (words.numel() > 1) {
+    std::vector<int64_t> powers(block);
+    uint64_t power = 1;
+    for (int64_t& p : powers) p = static_cast<int64_t>(power), power *= key;
+    const int64_t blocks = (words.numel() + block - 1) / block;
+    words = at::constant_pad_nd(words, {0, blocks * block - words.numel()}).view({blocks, block});
+    words = (words * at::tensor(powers).to(x.device())).sum(1);
+    key = power;
+  }
+  return words.reshape({});
+}
+
 }  // namespace plumb::aten_kernels

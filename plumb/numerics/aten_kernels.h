@@ -53,6 +53,9 @@ at::Tensor gather_metrics(const at::Tensor& x, bool histogram);
 // Merges what gather_metrics() gave, on the CPU by now.
 void merge_gathered(kernel::Partial& into, const at::Tensor& gathered);
 
+// Returns hash_of() (hash.h) as int64 [] on x's device.
+at::Tensor hash(const at::Tensor& x);
+
 // Returns the metrics of one tensor; waits for its device.
 TensorMetrics metrics_of(const at::Tensor& gathered, int64_t numel);
 

@@ -42,6 +42,8 @@ struct DeviceKernels {
   bool (*round_blocks)(const BlocksTask& task);
   // values: `value` where the random word of its place is at most `last`, else 0.
   bool (*keep)(const at::Tensor& values, double value, uint32_t last, uint64_t seed);
+  // sum: int64 [], the hash of x, which is contiguous (hash.h).
+  bool (*hash)(const at::Tensor& x, const at::Tensor& sum);
 };
 
 // For the life of the process; before tensors of that kind come.

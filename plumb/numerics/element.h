@@ -348,5 +348,18 @@ struct Scaler {
   }
 };
 
+// --- hashes (hash.h)
+
+// Makes a sign or an exponent count in low bits too; another word for every word.
+inline uint32_t mixed_word(uint32_t word) { return word ^ word >> 16; }
+
+// Returns kHashKey^n.
+inline uint64_t hash_power(uint64_t n) {
+  uint64_t power = 1;
+  for (uint64_t square = kHashKey; n != 0; n >>= 1, square *= square)
+    if (n & 1) power *= square;
+  return power;
+}
+
 }  // namespace
 }  // namespace plumb::kernel

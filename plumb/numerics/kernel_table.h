@@ -4,6 +4,7 @@
 #include "plumb/numerics/kernel_base.h"
 #include "plumb/numerics/kernel_blocks.h"
 #include "plumb/numerics/kernel_codes.h"
+#include "plumb/numerics/kernel_hash.h"
 #include "plumb/numerics/kernel_measure.h"
 #include "plumb/numerics/kernel_round.h"
 
@@ -133,7 +134,8 @@ constexpr KernelTable make_table(const char* level) {
           {unpack_all<float>, unpack_all<double>, unpack_all<Half>, unpack_all<BHalf>},
           {decode_all<uint32_t>, decode_all<uint64_t>, decode_all<uint16_t>, decode_all<uint16_t>},
           {keep_all<uint32_t>, keep_all<uint64_t>, keep_all<uint16_t>, keep_all<uint16_t>},
-          normalise_rows};
+          normalise_rows,
+          {hash_all<uint8_t>, hash_all<uint16_t>, hash_all<uint32_t>}};
 }
 
 }  // namespace

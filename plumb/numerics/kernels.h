@@ -14,6 +14,7 @@ constexpr int64_t kRandomBlock = 16384;  // values, in groups; splits go on its 
 constexpr uint32_t kPhilox0 = 0xD2511F53, kPhilox1 = 0xCD9E8D57, kPhiloxKey0 = 0x9E3779B9, kPhiloxKey1 = 0xBB67AE85;
 constexpr uint32_t kPhiloxDomain = 0x706c6d62;  // "plmb"
 constexpr int kHistogramBins = 256;
+constexpr uint64_t kHashKey = 0x9E3779B97F4A7C15;  // of hashes (hash.h): 5 mod 8, its powers are the most there are
 
 // How to round to one format within one carrier: FPFormat, worked out in numbers.
 struct RoundingSpec {
@@ -112,6 +113,8 @@ struct KernelTable {
   // y = (x - mean) * rstd * weight + bias: rows of n values, a mean and a reciprocal deviation each.
   void (*normalise)(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
                     const float* weight, const float* bias);
+  // Hashes of n words (hash.h) of 1, 2 and 4 bytes.
+  uint64_t (*hash[3])(const void* words, int64_t n);
 };
 
 // The best table for this CPU; PLUMB_CPU=baseline|avx2|avx512 in the environment asks for a lower one.

@@ -16,6 +16,7 @@
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 
@@ -164,6 +165,10 @@ at::Tensor tensor_metrics(const at::Tensor& x, bool histogram) { return call_ope
 
 }  // namespace ops
 
+const RegisterOperators numerics_rows{
+    {"plumb::", "encode decode tensor_metrics tensor_hash"},
+    {"plumb::", "quantise", {.passes_through = true}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};

@@ -265,8 +265,7 @@ std::pair<size_t, size_t> closed_range(const MemorySets::Set& set,
 std::vector<Node*> nodes_to_assign(const Graph& graph, const std::unordered_set<const Node*>& copied) {
   std::vector<Node*> ops;
   for (Node* node : graph.nodes()) {
-    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !copied.count(node))
-      ops.push_back(node);
+    if (node->is_call() && !is_pipe_split(*node) && !copied.count(node)) ops.push_back(node);
   }
   return ops;
 }

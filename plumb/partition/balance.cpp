@@ -167,12 +167,6 @@ void check_options(const GraphModule& module, const GraphCost& cost, const Balan
   if (limits > 1 && limits != static_cast<size_t>(options.stages)) {
     wrong(str(limits, " memory limits for ", options.stages, " stages"), "give one a stage, or one for all");
   }
-  for (const Node* node : module.graph().nodes()) {
-    if (node->kind() == NodeKind::CallModule) {
-      wrong(node->describe() + " is a nested graph, whose operators have no costs of their own",
-            "balance the graph before it is nested");
-    }
-  }
   if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive");
 }
 
@@ -317,6 +311,16 @@ std::string Balance::report() const {
   const double even = total() / static_cast<double>(std::max<size_t>(stages.size(), 1));
   return str(to_text(table), "slowest stage ", milliseconds(slowest()), " ms; an even cut would have ",
              milliseconds(even), " ms\n");
+}
+
+std::vector<size_t> cut_places(const GraphModule& module, const GraphCost& cost, size_t wanted, size_t most) {
+  check_options(module, cost, {});
+  Graph graph = module.graph().clone();
+  rename_after_writes(graph);
+  std::vector<size_t> places = choose_places(make_row(module, graph, cost), wanted, std::max<size_t>(most, 1));
+  places.erase(places.begin());
+  places.pop_back();
+  return places;
 }
 
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {

@@ -47,6 +47,10 @@ struct Balance {
   SplitOptions options;
 };
 
+// Returns places where the graph may be cut, as SplitOptions::cut_before counts them: all of them, or the cheapest to
+// cross in each of `most` equally costly stretches. `wanted`: the fewest that do; there may be less.
+std::vector<size_t> cut_places(const GraphModule& module, const GraphCost& cost, size_t wanted, size_t most);
+
 // Dynamic programming over the places between neighboring operators: minimizes the slowest stage's forward, backward
 // and communication within the memory limits. Never cuts through memory that is written (see split.h), and through
 // values with gaps in their memory (a part of a split) only if there are too few other places. Throws

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "plumb/core/str.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

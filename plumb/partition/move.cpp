@@ -27,9 +27,6 @@ bool takes_tensor(const Node& node) { return std::ranges::any_of(node.inputs(), 
 std::vector<std::string> rewrite_devices(Graph& graph, at::Device device) {
   std::vector<std::string> changed;
   for (Node* node : graph.nodes()) {
-    if (node->kind() == NodeKind::CallModule) {
-      for (std::string& name : rewrite_devices(*node->subgraph(), device)) changed.push_back(std::move(name));
-    }
     if (node->is_call()) {
       const auto& arguments = node->schema().arguments();
       for (size_t i = 0; i < arguments.size(); ++i) {

@@ -31,37 +31,6 @@ std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue
   return values;
 }
 
-std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table,
-                                const std::vector<std::shared_ptr<GraphModule>>& stages) {
-  auto top = std::make_shared<Graph>();
-  std::vector<Value*> inputs;
-  for (const Node* in : whole.placeholders()) {
-    inputs.push_back(top->placeholder(in->target(), in->result()->meta(), in->result()->type())->result());
-  }
-  std::vector<Node*> calls;
-  for (size_t s = 0; s < stages.size(); ++s) {
-    std::vector<Arg> args;
-    for (const StageInputPort& in : table.stages[s].inputs) {
-      args.push_back(in.source.is_model_input() ? inputs[in.source.index]
-                                                : calls[in.source.stage]->result(in.source.index));
-    }
-    // The nested graph is the stage's own, kept alive by its module.
-    std::shared_ptr<Graph> graph(stages[s], &stages[s]->graph());
-    calls.push_back(
-        top->call_module(str("stage_", s), std::move(graph), std::move(args), table.stages[s].outputs.size()));
-  }
-  std::vector<Arg> outputs;
-  for (const PipelineOutput& out : table.outputs) {
-    if (out.port) {
-      outputs.emplace_back(calls.back()->result(*out.port));
-    } else {
-      outputs.emplace_back(out.constant);
-    }
-  }
-  top->output(std::move(outputs));
-  return top;
-}
-
 }  // namespace
 
 Pipe::Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Graph whole, std::vector<Origin> origins,
@@ -77,8 +46,9 @@ Pipe::Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Gr
     input_names_.push_back(in->target());
     input_metas_.push_back(in->result()->meta());
   }
-  top_ = make_top(*whole_, table_, stages_);
-  if (table_.loss_output) backward_ = make_backward(table_);
+  if (table_.loss_output && !table_.outputs.at(*table_.loss_output).port) {
+    throw Error(ErrorKind::InvalidState, "the loss is a constant", "", "mark a tensor among the outputs as the loss");
+  }
 }
 
 void Pipe::check_stage(int index) const {
@@ -101,8 +71,6 @@ const std::vector<StageOutputPort>& Pipe::stage_outputs(int index) const {
   check_stage(index);
   return table_.stages[index].outputs;
 }
-
-PipeInfo Pipe::info() const { return {top_, num_stages(), has_loss_and_backward()}; }
 
 std::vector<c10::IValue> Pipe::outputs_of(std::vector<c10::IValue>& last) const {
   std::vector<c10::IValue> outputs;
@@ -182,11 +150,6 @@ void Pipe::train(bool on) {
   for (const auto& stage : stages_) stage->train(on);
 }
 
-const SymbolicBackward& Pipe::backward() const {
-  if (backward_) return *backward_;
-  throw Error(ErrorKind::InvalidState, "the pipe has no loss and so no backward", "", "give SplitOptions::loss_spec");
-}
-
 // Adds the gradient of a parameter to each of its copies.
 void Pipe::add_to_copies(const ReplicatedParam& copies, const at::Tensor& grad) const {
   at::NoGradGuard no_grad;
@@ -200,7 +163,9 @@ void Pipe::add_to_copies(const ReplicatedParam& copies, const at::Tensor& grad) 
 }
 
 BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
-  backward();
+  if (!has_loss_and_backward()) {
+    throw Error(ErrorKind::InvalidState, "the pipe has no loss and so no backward", "", "give SplitOptions::loss_spec");
+  }
   // All stages are one to autograd. Its graph begins at the inputs and at the parameters that several stages hold.
   Tensors entering;
   for (const c10::IValue& v : inputs) entering.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
@@ -238,7 +203,7 @@ BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
   if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() ||
       loss.toTensor().numel() != 1) {
     throw Error(ErrorKind::TensorMismatch, "the loss, output %" +
-                                               table_.stages.back().outputs[backward_->loss_port].name +
+                                               table_.stages.back().outputs[*table_.outputs[*table_.loss_output].port].name +
                                                ", is no tensor of one element that requires a gradient");
   }
   result.input_grads = stage_backward({loss.toTensor()}, {}, boundary);
@@ -287,19 +252,15 @@ std::string Pipe::stage_text(int index) const {
 }
 
 std::string Pipe::print_readable() const {
-  // The top graph without the stages' bodies, which follow one by one.
   std::string text = str("pipe of ", num_stages(), " stages\n");
-  for (const Node* node : top_->nodes()) {
-    if (node->kind() == NodeKind::CallModule) {
-      const auto name = [](const Value* v) { return "%" + v->name(); };
-      text += str("  ", join(node->results(), name), node->num_results() ? " = " : "", node->target(), "(",
-                  join(node->inputs(), name), ")\n");
-    } else if (node->kind() == NodeKind::Placeholder) {
-      text += "  %" + node->result()->name() + " = placeholder \"" + node->target() + "\"\n";
-    }
+  for (const Node* in : whole_->placeholders())
+    text += "  %" + in->result()->name() + " = placeholder \"" + in->target() + "\"\n";
+  const auto name = [](const auto& port) { return "%" + port.name; };
+  for (int s = 0; s < num_stages(); ++s) {
+    const auto& [inputs, outputs] = table_.stages[s];
+    text += str("  ", join(outputs, name), outputs.empty() ? "" : " = ", "stage_", s, "(", join(inputs, name), ")\n");
   }
   text += table_.to_string();
-  if (backward_) text += backward_->to_string(table_);
   for (const std::string& note : notes_) text += "note: " + note + "\n";
   for (int s = 0; s < num_stages(); ++s) text += str("stage ", s, " ", stage_text(s));
   return text;

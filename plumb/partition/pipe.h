@@ -8,16 +8,9 @@
 #include <vector>
 
 #include "plumb/graph/graph_module.h"
-#include "plumb/partition/backward.h"
 #include "plumb/partition/stage_io.h"
 
 namespace plumb {
-
-struct PipeInfo {
-  std::shared_ptr<const Graph> graph;  // the top graph: inputs, one call a stage, output
-  int num_stages = 0;
-  bool has_loss_and_backward = false;
-};
 
 struct BackwardResult {
   std::vector<c10::IValue> outputs;     // flat
@@ -35,6 +28,7 @@ class Pipe {
     std::string held_as;  // its name there; another name of the same tensor for tied weights
     at::Tensor tensor;    // if no stage holds it
   };
+  // Throws Error(InvalidState) if the loss is a constant.
   Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Graph whole, std::vector<Origin> origins,
        TreeSpec in_spec, TreeSpec out_spec, std::vector<std::string> notes);
 
@@ -51,7 +45,6 @@ class Pipe {
   const TreeSpec& out_spec() const { return out_spec_; }
   // Changes that split() made to the request: cuts it moved.
   const std::vector<std::string>& notes() const { return notes_; }
-  PipeInfo info() const;
 
   // Runs stage after stage in this process, with autograd through all of them. Arguments as the original's.
   c10::IValue forward(std::vector<c10::IValue> args,
@@ -64,9 +57,7 @@ class Pipe {
   void train(bool on = true);
 
   // --- loss and backward ---
-  bool has_loss_and_backward() const { return backward_.has_value(); }
-  // Throws Error(InvalidState) if the pipe has no loss.
-  const SymbolicBackward& backward() const;
+  bool has_loss_and_backward() const { return table_.loss_output.has_value(); }
   // Runs one microbatch forward and back from the loss, all stages as one (stage_backward.h). Accumulates into the
   // parameters' `.grad`, replicated ones included: every copy gets the sum. Outputs and gradients equal those of the
   // undivided graph and its backward(), bit for bit. Throws Error(InvalidState) if the pipe has no loss and
@@ -86,7 +77,7 @@ class Pipe {
   void move_stage(int index, at::Device device);
   void to(at::Device device);
 
-  // Returns top graph, ports, stages and backward as text.
+  // Returns inputs, calls of stages, ports and stages as text.
   std::string print_readable() const;
   // Returns the text of one stage's graph.
   std::string stage_text(int index) const;
@@ -100,12 +91,11 @@ class Pipe {
 
   std::vector<std::shared_ptr<GraphModule>> stages_;
   PipeTable table_;
-  std::shared_ptr<Graph> top_, whole_;
+  std::shared_ptr<Graph> whole_;
   std::vector<Origin> origins_;
   TreeSpec in_spec_, out_spec_;
   std::vector<std::string> notes_, input_names_;
   std::vector<std::optional<TensorMeta>> input_metas_;
-  std::optional<SymbolicBackward> backward_;
 };
 
 }  // namespace plumb

@@ -2,11 +2,14 @@
 
 #include <torch/library.h>
 
+#include "plumb/operators/operator_facts.h"
+
 namespace plumb {
 namespace {
 
 void mark() {}
 
+const RegisterOperators pipe_split_rows{{"plumb::", "pipe_split"}};
 // CompositeExplicitAutograd also fills the entry for calls without any tensor, and survives decompositions.
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("pipe_split() -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(mark)));

@@ -77,11 +77,40 @@ std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::v
   }
   for (const std::string& name : values) {
     Value* value = graph.find_value(name);
-    if (!value) throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
+    if (!value || !value->producer()->is_call())
+      throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
     auto here = graph.inserting_before(value->producer());
     graph.call("plumb::pipe_split", {});
   }
   return copy;
+}
+
+std::vector<std::string> cut_values(const GraphModule& module, const Pipe& pipe) {
+  std::map<std::string, int> stage_of;  // of a value's name; -1: of several stages, which make it for themselves
+  for (int s = 0; s < pipe.num_stages(); ++s) {
+    for (const Node* node : pipe.stage(s)->graph().nodes()) {
+      if (!node->is_call() || node->num_results() == 0) continue;
+      const auto [it, fresh] = stage_of.emplace(node->result(0)->name(), s);
+      if (!fresh) it->second = -1;
+    }
+  }
+  std::vector<std::string> first(pipe.num_stages());
+  std::set<const Node*> moving;  // views of a parameter go with their user, whichever side of a cut they are on
+  for (const Node* node : module.graph().nodes()) {
+    if (!node->is_call() || node->num_results() == 0) continue;
+    if (node->result_aliases_input() && node->num_inputs() == 1) {
+      const Node* source = node->input(0)->producer();
+      if (source->kind() == NodeKind::GetAttr || moving.count(source) > 0) {
+        moving.insert(node);
+        continue;
+      }
+    }
+    const auto found = stage_of.find(node->result(0)->name());
+    if (found != stage_of.end() && found->second >= 0 && first[found->second].empty())
+      first[found->second] = found->first;
+  }
+  first.erase(first.begin());
+  return first;
 }
 
 }  // namespace plumb

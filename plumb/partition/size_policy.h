@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plumb/graph/graph_module.h"
+#include "plumb/partition/pipe.h"
 
 namespace plumb {
 
@@ -19,5 +20,8 @@ std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes);
 // Returns the module with marks (plumb::pipe_split) before the operators that make these values, and no others: what
 // pipeline() cuts. Throws Error(UnknownName) for a value that the graph does not have.
 std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::vector<std::string>& values);
+
+// Returns for each stage but the first a value before which mark_before() cuts there again.
+std::vector<std::string> cut_values(const GraphModule& module, const Pipe& pipe);
 
 }  // namespace plumb

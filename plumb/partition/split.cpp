@@ -325,7 +325,6 @@ std::vector<Pipe::Origin> Cutter::origins() const {
 std::shared_ptr<Pipe> Cutter::cut() {
   check_names();
   module_.lint();
-  inline_nested(graph_);
   rename_after_writes(graph_);
   unify_transmitted();
   memory_.emplace(graph_, module_.state());

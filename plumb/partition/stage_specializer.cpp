@@ -13,7 +13,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/dispatch_keys.h"
+#include "plumb/operators/dispatch_keys.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/move.h"
 

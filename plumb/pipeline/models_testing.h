@@ -30,10 +30,12 @@ struct TestModel {
   std::function<std::shared_ptr<TestStage>()> make_whole;
 };
 
-// Returns the launcher's group; values on the test device go through the backend that there is for it.
+// Returns the launcher's group. Values on the test device go through the backend that there is for it. With the setting
+// APART the ranks share no memory, as ranks on different hosts.
 inline ProcessGroup test_group(std::chrono::milliseconds timeout) {
   GlooOptions options;
   options.timeout = timeout;
+  options.share_memory = std::getenv("PLUMB_TEST_APART") == nullptr;
   if (!test_device().is_cpu()) options.device = c10::Device(test_device().type(), 0);
   return make_group_from_environment(options);
 }

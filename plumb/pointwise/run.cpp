@@ -14,6 +14,7 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/pointwise/parts.h"
 
 namespace plumb {
@@ -190,6 +191,9 @@ at::Tensor ops::pointwise(at::TensorList inputs, std::string_view program) {
 
 }  // namespace plumb
 
+const plumb::RegisterOperators pointwise_rows{
+    {"plumb::", "pointwise"},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("pointwise(Tensor[] inputs, str program) -> Tensor", {at::Tag::pt2_compliant_tag});
 }

@@ -24,6 +24,9 @@ struct HistoryTensor {
   std::vector<int64_t> sizes;
   int64_t stage = -1;  // of a pipeline; -1: unknown
   int64_t rank = -1;   // rank that wrote the file; -1: the file stands alone
+  // Recorded with hashes: the user's line, "model.py:12", and the tensors of this history it is computed from.
+  std::string source = {};
+  std::vector<uint32_t> inputs = {};
 
   // "stage 1, rank 0", "rank 0"; "" where neither is known.
   std::string part() const;
@@ -58,6 +61,22 @@ struct HistoryStep {
   std::vector<HistoryRow> rows;
 };
 
+// The hash (plumb/numerics/hash.h) of a tensor, or of its gradient, in a microbatch.
+struct HistoryHash {
+  uint32_t tensor = 0;
+  bool backward = false;
+  int64_t first = 0;  // the microbatch's first row in the batch of all replicas; its number where `rows` is 0
+  int64_t rows = 0;   // of the microbatch; 0: not known
+  int64_t words = 0;  // hashed
+  uint64_t hash = 0;
+  bool operator==(const HistoryHash&) const = default;
+};
+
+struct HistoryHashes {
+  int64_t step = 0;
+  std::vector<HistoryHash> hashes;
+};
+
 struct HistoryScalars {
   int64_t step = 0;
   std::vector<std::pair<std::string, double>> values;  // "loss"
@@ -80,6 +99,7 @@ struct HistoryEvent {
 struct History {
   std::vector<HistoryTensor> tensors;
   std::vector<HistoryStep> steps;  // as written: ascending
+  std::vector<HistoryHashes> hashes;  // as written: ascending
   std::vector<HistoryScalars> scalars;
   std::vector<HistoryEvent> events;
   std::vector<std::string> rules;  // of every run that wrote to the file
@@ -121,6 +141,7 @@ class HistoryWriter {
   // Returns the index of this tensor, that of an equal one if there is one. Written before the next step.
   uint32_t tensor(const HistoryTensor& tensor);
   void step(const HistoryStep& step);
+  void hashes(const HistoryHashes& hashes);
   void scalars(const HistoryScalars& scalars);
   void event(const HistoryEvent& event);
 

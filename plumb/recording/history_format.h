@@ -22,7 +22,7 @@ struct Head {
 };
 static_assert(sizeof(Head) == 16);
 
-enum Kind : uint32_t { kRules = 1, kTensors = 2, kStep = 3, kScalars = 4, kEvent = 5 };
+enum Kind : uint32_t { kRules = 1, kTensors = 2, kStep = 3, kScalars = 4, kEvent = 5, kHashes = 6 };
 
 struct StepHead {
   int64_t step = 0;
@@ -39,6 +39,14 @@ struct Row {
   int64_t counts[4] = {};  // kCounts
 };
 static_assert(sizeof(Row) == 88);
+
+struct HashRow {
+  uint32_t tensor = 0;
+  uint8_t backward = 0, padding[3] = {};
+  int64_t first = 0, rows = 0, words = 0;
+  uint64_t hash = 0;
+};
+static_assert(sizeof(HashRow) == 40);
 
 // Fields of a row, in the order of StatisticKind, which begins with them.
 inline constexpr double Metrics::Data::*kReals[] = {&Metrics::Data::mean_abs, &Metrics::Data::abs_mean,

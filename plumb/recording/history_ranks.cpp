@@ -58,6 +58,10 @@ Numbers join_tensors(std::vector<History>& ranks, History& out) {
     out.tensors.push_back(std::move(ranks[r].tensors[t]));
     out.tensors.back().rank = static_cast<int64_t>(r);
   }
+  size_t place = 0;
+  for (const auto& [r, t] : order) {
+    for (uint32_t& input : out.tensors[place++].inputs) input = numbers[r][input];
+  }
   return numbers;
 }
 
@@ -75,6 +79,23 @@ void join_steps(std::vector<History>& ranks, const Numbers& numbers, History& ou
   for (auto& [number, step] : steps) {
     std::ranges::stable_sort(step.rows, {}, [](const HistoryRow& r) { return std::pair(r.tensor, r.backward); });
     out.steps.push_back(std::move(step));
+  }
+}
+
+void join_hashes(std::vector<History>& ranks, const Numbers& numbers, History& out) {
+  std::map<int64_t, HistoryHashes> steps;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (HistoryHashes& step : ranks[r].hashes) {
+      auto& whole = steps.try_emplace(step.step, HistoryHashes{step.step, {}}).first->second.hashes;
+      for (HistoryHash& hash : step.hashes) {
+        hash.tensor = numbers[r][hash.tensor];
+        whole.push_back(hash);
+      }
+    }
+  }
+  for (auto& [number, step] : steps) {
+    std::ranges::stable_sort(step.hashes, {}, [](const HistoryHash& h) { return std::pair(h.tensor, h.backward); });
+    out.hashes.push_back(std::move(step));
   }
 }
 
@@ -138,6 +159,7 @@ History merge_histories(std::vector<History> ranks) {
   History out;
   const Numbers numbers = join_tensors(ranks, out);
   join_steps(ranks, numbers, out);
+  join_hashes(ranks, numbers, out);
   join_scalars(ranks, out);
   join_events(ranks, numbers, out);
   std::set<std::vector<std::string>> seen;

@@ -100,10 +100,17 @@ class Parser {
       case format::kTensors:
         for (const json& each : parse_json(payload)) {
           out_.tensors.push_back({each.at("name"), each.at("module"), each.at("operator"), each.at("dtype"),
-                                  each.at("sizes").get<std::vector<int64_t>>(), each.value("stage", int64_t{-1})});
+                                  each.at("sizes").get<std::vector<int64_t>>(), each.value("stage", int64_t{-1}), -1,
+                                  each.value("source", "")});
+          const size_t own = out_.tensors.size() - 1;
+          for (const json& input : each.value("inputs", json::array())) {
+            out_.tensors[own].inputs.push_back(tensor_index(input.get<uint64_t>()));
+            if (out_.tensors[own].inputs.back() == own) bad("a tensor is computed from itself");
+          }
         }
         break;
       case format::kStep: step(payload); break;
+      case format::kHashes: hashes(payload); break;
       case format::kScalars: {
         const json doc = parse_json(payload);
         HistoryScalars scalars{doc.at("step").get<int64_t>(), {}};
@@ -158,6 +165,20 @@ class Parser {
     out_.steps.push_back(std::move(step));
   }
 
+  void hashes(std::string_view payload) {
+    if (payload.size() < sizeof(format::StepHead)) bad("a step's hashes are too short");
+    const auto head = take<format::StepHead>(payload);
+    if (head.rows != payload.size() / sizeof(format::HashRow) || payload.size() % sizeof(format::HashRow) != 0)
+      bad("a step's hashes end before their number");
+    HistoryHashes step{head.step, {}};
+    step.hashes.reserve(head.rows);
+    while (!payload.empty()) {
+      const auto r = take<format::HashRow>(payload);
+      step.hashes.push_back({tensor_index(r.tensor), r.backward != 0, r.first, r.rows, r.words, r.hash});
+    }
+    out_.hashes.push_back(std::move(step));
+  }
+
   std::string_view bytes_;
   const std::string& name_;
   History out_;
@@ -173,7 +194,7 @@ std::string_view history_format::until_step(std::string_view bytes, int64_t last
     if (head.length > rest.size()) break;
     const std::string_view payload = rest.substr(0, head.length);
     int64_t step = 0;
-    if (head.kind == kStep) std::memcpy(&step, payload.data(), sizeof step);
+    if (head.kind == kStep || head.kind == kHashes) std::memcpy(&step, payload.data(), sizeof step);
     if (head.kind == kScalars || head.kind == kEvent) step = parse_json(payload).at("step").get<int64_t>();
     if (step > last) break;
     at += sizeof head + payload.size();
@@ -184,6 +205,7 @@ std::string_view history_format::until_step(std::string_view bytes, int64_t last
 int64_t History::last_step() const {
   int64_t last = 0;
   if (!steps.empty()) last = std::max(last, steps.back().step);
+  if (!hashes.empty()) last = std::max(last, hashes.back().step);
   if (!scalars.empty()) last = std::max(last, scalars.back().step);
   if (!events.empty()) last = std::max(last, events.back().step);
   return last;

@@ -38,6 +38,7 @@ std::string small_history(const fs::path& path) {
   writer.step(step);
   writer.scalars({1, {{"loss", NAN}, {"rate", -INFINITY}}});
   writer.event({1, 0, "std > 1", 1, {{2, false, INFINITY}}});
+  writer.hashes({1, {{2, true, 8, 4, 100, ~uint64_t{0}}, {0}}});
   step.step = 2;
   writer.step(step);
   return slurp(path);
@@ -52,6 +53,8 @@ TEST_F(Recording, WhatIsWrittenIsReadBack) {
   EXPECT_TRUE(std::isnan(history.scalars[0].values[0].second));
   EXPECT_EQ(history.scalars[0].values[1].second, -INFINITY);
   EXPECT_EQ(history.events[0].first[0].value, INFINITY);
+  ASSERT_EQ(history.hashes.size(), 1u);
+  EXPECT_EQ(history.hashes[0].hashes, (std::vector<HistoryHash>{{2, true, 8, 4, 100, ~uint64_t{0}}, {0}}));
   EXPECT_EQ(history.last_step(), 2);
 }
 

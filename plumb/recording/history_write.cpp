@@ -35,6 +35,8 @@ json json_of(const HistoryTensor& t) {
   json out = {
       {"name", t.name}, {"module", t.module}, {"operator", t.operation}, {"dtype", t.dtype}, {"sizes", t.sizes}};
   if (t.stage >= 0) out["stage"] = t.stage;
+  if (!t.source.empty()) out["source"] = t.source;
+  if (!t.inputs.empty()) out["inputs"] = t.inputs;
   return out;
 }
 
@@ -43,7 +45,7 @@ bool holds_nothing(const std::filesystem::path& path) {
   try {
     if (std::filesystem::file_size(path) == 0) return true;
     const History old = read_history(path);
-    return old.steps.empty() && old.scalars.empty() && old.events.empty() && old.torn_bytes == 0;
+    return old.steps.empty() && old.hashes.empty() && old.scalars.empty() && old.events.empty() && old.torn_bytes == 0;
   } catch (const Error&) {
     return false;
   }
@@ -169,6 +171,16 @@ void HistoryWriter::step(const HistoryStep& step) {
     put(payload, r);
   }
   record(format::kStep, payload + bins);
+  last_step_ = std::max(last_step_, step.step);
+}
+
+void HistoryWriter::hashes(const HistoryHashes& step) {
+  flush_tensors();
+  std::string payload;
+  put(payload, format::StepHead{step.step, step.hashes.size()});
+  for (const HistoryHash& h : step.hashes)
+    put(payload, format::HashRow{h.tensor, h.backward, {}, h.first, h.rows, h.words, h.hash});
+  record(format::kHashes, payload);
   last_step_ = std::max(last_step_, step.step);
 }
 

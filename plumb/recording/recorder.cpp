@@ -1,12 +1,14 @@
 #include "plumb/recording/recorder.h"
 
 #include <algorithm>
+#include <set>
 #include <unordered_map>
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/names.h"
+#include "plumb/numerics/hash.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/track/track_scales.h"
 
@@ -96,27 +98,50 @@ Recorder::Recorder(GraphModule& module, RecordRules rules, const std::filesystem
 
 Recorder::~Recorder() = default;
 
-void Recorder::attach(GraphModule& module, int64_t stage) {
-  Part part{ScaleTracker::create(), {}};
-  std::vector<HistoryTensor> here;
-  track_scales(module, *part.tracker);
+std::vector<TrackedTensor> tracked_tensors(const GraphModule& module, const ScaleTracker& tracker) {
+  std::vector<TrackedTensor> found;
   std::unordered_map<const Value*, const Value*> tracked;  // result of a track node -> the value it tracks
+  std::unordered_map<const Value*, std::set<size_t>> nearest;
   for (const Node* node : module.graph().nodes()) {
+    std::set<size_t> inputs;
+    for (const Value* value : node->inputs()) inputs.insert(nearest[value].begin(), nearest[value].end());
+    for (const Value* value : node->results()) nearest[value] = inputs;
     if (!node->is_op("plumb::track")) continue;
     const Value* value = node->input(0);
     if (auto it = tracked.find(value); it != tracked.end()) value = it->second;
     tracked.emplace(node->result(), value);
-    if (node->arg("tracker") != Arg(part.tracker->id())) continue;
-    HistoryTensor tensor = describe(value, module.state());
+    if (node->arg("tracker") != Arg(tracker.id())) continue;
+    TrackedTensor one{node->arg("slot").constant().toInt(), describe(value, module.state()), {}, false};
+    one.state = value->producer()->kind() == NodeKind::GetAttr;
+    one.inputs.assign(nearest[value].begin(), nearest[value].end());
+    if (const auto& at = value->producer()->meta().source) one.tensor.source = c10::str(at->file, ":", at->line);
+    nearest[value] = nearest[node->result()] = {found.size()};
+    found.push_back(std::move(one));
+  }
+  return found;
+}
+
+void Recorder::attach(GraphModule& module, int64_t stage) {
+  Part part{ScaleTracker::create(), {}};
+  std::vector<HistoryTensor> here;
+  track_scales(module, *part.tracker);
+  const bool hashes = std::ranges::any_of(rules_.rules, &RecordRule::hash);
+  std::vector<std::optional<uint32_t>> numbers;  // in the history
+  for (TrackedTensor& found : tracked_tensors(module, *part.tracker)) {
+    HistoryTensor& tensor = found.tensor;
     tensor.stage = stage;
-    const bool state = value->producer()->kind() == NodeKind::GetAttr;
-    Place place{node->arg("slot").constant().toInt(), 0, state, {}};
+    if (!hashes) tensor.source.clear();
+    Place place{found.slot, 0, found.state, {}};
     for (size_t r = 0; r < rules_.rules.size(); ++r) {
       if (fits(rules_.rules[r], tensor)) place.rules.push_back(static_cast<uint32_t>(r)), fitted_[r] = true;
     }
+    for (const size_t input : found.inputs) {
+      if (hashes && numbers[input]) tensor.inputs.push_back(*numbers[input]);
+    }
+    numbers.emplace_back();
     part.tracker->want(place.slot, {false, false, false});
     if (!place.rules.empty()) {
-      place.tensor = writer_.tensor(tensor);
+      numbers.back() = place.tensor = writer_.tensor(tensor);
       part.places.push_back(std::move(place));
     }
     here.push_back(std::move(tensor));
@@ -153,11 +178,12 @@ void Recorder::prepare() {
   if (!measuring_ || prepared_ == due_) return;
   for (Part& part : parts_) {
     for (const Place& place : part.places) {
-      ScaleTracker::Wanted wanted{false, false, false};
+      ScaleTracker::Wanted wanted{.forward = false, .backward = false, .metrics = false};
       for (uint32_t r : place.rules) {
         if (!due_[r]) continue;
         const RecordRule& rule = rules_.rules[r];
         wanted.forward |= rule.forward, wanted.backward |= rule.backward, wanted.histogram |= rule.histogram();
+        wanted.hash |= rule.hash(), wanted.metrics |= rule.when || (rule.statistics & kAllStatistics) != 0;
       }
       wanted.forward_together = !place.state, wanted.backward_together = true;
       part.tracker->want(place.slot, wanted);
@@ -213,7 +239,7 @@ void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
       } else {
         row.by_condition = false;
       }
-      row.present |= rule.statistics;
+      row.present |= rule.statistics & kAllStatistics;
     }
     if (row.present != 0) step.rows.push_back(std::move(row));
   }
@@ -221,10 +247,47 @@ void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
   std::ranges::sort(events, {}, &HistoryEvent::rule);
 }
 
+// A parameter has one value in all microbatches of a step: more only if it changed between them.
+void Recorder::find_hashes(std::vector<HistoryHash>& hashes) const {
+  for (const Part& part : parts_) {
+    for (const Place& place : part.places) {
+      for (const Direction direction : {Direction::Forward, Direction::Backward}) {
+        const bool backward = direction == Direction::Backward;
+        const bool wanted = std::ranges::any_of(place.rules, [&](uint32_t r) {
+          const RecordRule& rule = rules_.rules[r];
+          return due_[r] && rule.hash() && (backward ? rule.backward : rule.forward);
+        });
+        if (!wanted) continue;
+        std::optional<uint64_t> last;
+        for (const auto& each : part.tracker->hashes(place.slot, direction)) {
+          const bool once = place.state && !backward;
+          if (once && last == each.hash) continue;
+          last = each.hash;
+          const RunRows rows = once ? RunRows() : each.rows;
+          hashes.push_back({place.tensor, backward, rows.first, rows.count, each.words, each.hash});
+        }
+      }
+    }
+  }
+}
+
+void Recorder::add_hash(HistoryTensor tensor, const at::Tensor& values) {
+  if (tensor.sizes.empty()) tensor.sizes = values.sizes().vec();
+  if (tensor.dtype.empty()) tensor.dtype = torch_name(values.scalar_type());
+  added_.push_back({writer_.tensor(tensor), false, 0, 0, hashed_words(values), hash_of(values)});
+}
+
+void Recorder::set_step(int64_t step) {
+  step_ = step;
+  prepare();
+}
+
 size_t Recorder::step(const Scalars& scalars) {
   HistoryStep step{step_, {}};
+  HistoryHashes hashes{step_, {}};
   std::vector<HistoryEvent> events;
   if (measuring_) {
+    find_hashes(hashes.hashes);
     find_rows(step, events);
     for (Part& part : parts_) part.tracker->clear();
   }
@@ -239,6 +302,9 @@ size_t Recorder::step(const Scalars& scalars) {
   // Last, as it may fail: the recorder then goes on with the next step.
   if (!scalars.empty()) writer_.scalars({step.step, scalars});
   if (!step.rows.empty()) writer_.step(step);
+  hashes.hashes.insert(hashes.hashes.end(), added_.begin(), added_.end());
+  added_.clear();
+  if (!hashes.hashes.empty()) writer_.hashes(hashes);
   for (const HistoryEvent& event : events) writer_.event(event);
   const size_t rows = step.rows.size();
   if (rows > 0) written_ = std::move(step);

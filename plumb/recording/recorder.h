@@ -32,6 +32,16 @@ struct RecorderOptions {
   bool part = false;  // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
 };
 
+// A tensor that a tracker measures.
+struct TrackedTensor {
+  int64_t slot = 0;
+  HistoryTensor tensor;        // without a number for its inputs
+  std::vector<size_t> inputs;  // the nearest of these tensors that it is computed from
+  bool state = false;          // a parameter or buffer
+};
+// Returns those of a module's plumb::track nodes, in the graph's order.
+std::vector<TrackedTensor> tracked_tensors(const GraphModule& module, const ScaleTracker& tracker);
+
 // Not thread-safe: attach() and step() are called between steps of training.
 class Recorder {
  public:
@@ -52,6 +62,10 @@ class Recorder {
   // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
   // parameters' and buffers' values the last counts. Steps count from 1. Returns the number of rows written.
   size_t step(const Scalars& scalars = {});
+  // Adds the hash of a tensor to the running step: of state between steps, say, under an operation of its own.
+  void add_hash(HistoryTensor tensor, const at::Tensor& values);
+  // Sets the number of the step that runs now, which grows.
+  void set_step(int64_t step);
   // Returns the rows of the last step() that wrote any, as a history of that one step; empty before.
   History written() const;
   // Returns the number of the step that runs now.
@@ -69,12 +83,14 @@ class Recorder {
   void prepare();
   std::vector<Seen> seen() const;
   void find_rows(HistoryStep& step, std::vector<HistoryEvent>& events);
+  void find_hashes(std::vector<HistoryHash>& hashes) const;
 
   const RecordRules rules_;
   const bool part_;
   HistoryWriter writer_;
   std::vector<Part> parts_;
   HistoryStep written_;
+  std::vector<HistoryHash> added_;  // by add_hash()
   std::vector<bool> fitted_;          // rules that fit some tensor
   std::vector<int64_t> recorded_;     // steps, of rules with a condition
   std::vector<bool> due_, prepared_;  // rules: in this step; for which the trackers are set

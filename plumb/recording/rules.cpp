@@ -99,8 +99,8 @@ class Reader {
     const toml::node* of = table->get("statistic");
     if (of == nullptr) fail(node, "when", "has no statistic", fix);
     RecordCondition out{statistic(*of, "statistic")};
-    if (out.statistic.kind == StatisticKind::Histogram) {
-      fail(*of, "statistic", "of a condition must be a number, and a histogram is none", fix);
+    if (out.statistic.kind == StatisticKind::Histogram || out.statistic.kind == StatisticKind::Hash) {
+      fail(*of, "statistic", "of a condition must be a number, and a " + out.statistic.to_string() + " is none", fix);
     }
     for (const auto& [key, into] : {std::pair{"above", &out.above}, std::pair{"below", &out.below}}) {
       const toml::node* limit = table->get(key);

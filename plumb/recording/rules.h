@@ -49,6 +49,7 @@ struct RecordRule {
   std::string where = {};  // "rules.toml:7"
 
   bool histogram() const;
+  bool hash() const { return (statistics & kHashBit) != 0; }
 };
 
 struct RecordRules {

@@ -8,13 +8,13 @@
 namespace plumb {
 namespace {
 
-constexpr std::array<std::string_view, 14> kNames = {"mean_abs",   "abs_mean",  "std",       "abs_max",    "abs_min",
+constexpr std::array<std::string_view, 15> kNames = {"mean_abs",   "abs_mean",  "std",       "abs_max",    "abs_min",
                                                      "numel",      "nan_count", "inf_count", "zero_count", "histogram",
-                                                     "zero_share", "underflow", "overflow",  "subnormal"};
+                                                     "zero_share", "underflow", "overflow",  "subnormal", "hash"};
 
 constexpr uint16_t bit(StatisticKind kind) { return static_cast<uint16_t>(1u << static_cast<unsigned>(kind)); }
 
-bool takes_format(StatisticKind kind) { return kind >= StatisticKind::Underflow; }
+bool takes_format(StatisticKind kind) { return kind >= StatisticKind::Underflow && kind != StatisticKind::Hash; }
 
 }  // namespace
 
@@ -31,7 +31,7 @@ Statistic Statistic::parse(std::string_view text) {
   }
   throw Error(ErrorKind::UnknownName, "\"" + std::string(text) + "\" is no statistic", "",
               "mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count, zero_share, "
-              "histogram, underflow(FORMAT), overflow(FORMAT) or subnormal(FORMAT), as in underflow(e5m2)");
+              "histogram, hash, underflow(FORMAT), overflow(FORMAT) or subnormal(FORMAT), as in underflow(e5m2)");
 }
 
 std::string Statistic::to_string() const {
@@ -43,6 +43,7 @@ std::string Statistic::to_string() const {
 bool Statistic::needs_histogram() const { return kind == StatisticKind::Histogram || takes_format(kind); }
 
 uint16_t Statistic::bits() const {
+  if (kind == StatisticKind::Hash) return kHashBit;
   if (kind == StatisticKind::ZeroShare) return bit(StatisticKind::ZeroCount) | bit(StatisticKind::Numel);
   if (needs_histogram()) {
     // A histogram is there for what a format would do: shares are of all elements, the lowest bin holds zeros too, and
@@ -69,7 +70,8 @@ double Statistic::of(const TensorMetrics& m) const {
     case StatisticKind::Underflow: return m.underflow_share(*format);
     case StatisticKind::Overflow: return m.overflow_share(*format);
     case StatisticKind::Subnormal: return m.subnormal_share(*format);
-    case StatisticKind::Histogram: break;
+    case StatisticKind::Histogram:
+    case StatisticKind::Hash: break;
   }
   return std::nan("");
 }

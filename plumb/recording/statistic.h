@@ -27,6 +27,8 @@ enum class StatisticKind : uint8_t {
   Underflow,
   Overflow,
   Subnormal,
+  // A record of its own (HistoryHash), and no number.
+  Hash,
 };
 
 // "std", "histogram", "underflow(e5m2)": the shares of elements that a format turns to zero, cannot reach, or holds
@@ -40,15 +42,15 @@ struct Statistic {
   std::string to_string() const;
 
   bool needs_histogram() const;
-  // Returns the rows' bits it is computed from, which rules record with it: 1 << kind of the first ten.
+  // Returns the rows' bits it is computed from, which rules record with it: 1 << kind of the first ten; kHashBit.
   uint16_t bits() const;
-  // Returns NaN for Histogram, which is no number.
+  // Returns NaN for Histogram and Hash, which are no numbers.
   double of(const TensorMetrics& metrics) const;
 
   bool operator==(const Statistic&) const = default;
 };
 
-// All ten.
-inline constexpr uint16_t kAllStatistics = (1u << 10) - 1;
+// All ten. A hash costs as much as they do, and is recorded where a rule names it.
+inline constexpr uint16_t kAllStatistics = (1u << 10) - 1, kHashBit = 1u << 10;
 
 }  // namespace plumb

@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/rules_internal.h"
 
 namespace plumb {
@@ -34,6 +35,14 @@ constexpr ElementwiseFunction kFunctions[] = {
      at::tanh},
     {"sigmoid", integrated<sigmoid_of, [](double x) { return sigmoid_of(x) * (1 - sigmoid_of(x)); }>, at::sigmoid},
 };
+
+// The others' rows stand beside their kernels.
+[[maybe_unused]] const bool elementwise_rows = [] {
+  for (const ElementwiseFunction& function : kFunctions) {
+    if (function.torch) RegisterOperators{{"plumb::", function.name}};
+  }
+  return true;
+}();
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/operators.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
 
@@ -151,6 +152,10 @@ DelayedCodes cast_delayed(const Tensor& x, const FPFormat& format, const Tensor&
   return done;
 }
 
+const RegisterOperators fp8_delayed_rows{
+    {"plumb::", "fp8_delayed_linear",
+     {.writes = {"state"}, .writes_if = "training", .contraction = Contraction::linear()}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "fp8_delayed_linear(Tensor input, Tensor weight, Tensor? bias, Tensor state, str fwd, str bwd, bool training) "

@@ -8,6 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/numerics/operators.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
 
@@ -156,6 +157,11 @@ std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad
 
 }  // namespace
 
+const RegisterOperators fp8_recipes_rows{
+    {"plumb::", "fp8_scaled_linear", {.contraction = Contraction::linear()}},
+    {"plumb::", "fp8_scaled_linear_backward", {.refused = kTrustsSaved}},
+    {"plumb::", "fp8_cast"},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m, "fp8_scaled_linear(Tensor input, Tensor weight, Tensor? bias, str recipe, str fwd, str bwd) -> Tensor",
          fp8_scaled_linear, meta_from<linear_sizes>(fp8_scaled_linear), differentiable());

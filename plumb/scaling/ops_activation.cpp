@@ -4,6 +4,7 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/dropout_noise.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/pointwise/fused.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
@@ -230,6 +231,11 @@ std::vector<double> softmax_scales(const Tensor& input, int64_t dim, double mult
 
 }  // namespace
 
+const RegisterOperators ops_activation_rows{
+    {"plumb::", "gelu silu silu_glu softmax softmax_scales"},
+    {"plumb::", "dropout native_dropout", {.draws_if = "train"}},
+    {"plumb::", "gelu_backward silu_backward silu_glu_backward softmax_backward dropout_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor result";
   define(m, "gelu(Tensor input, *, str approximate=\"none\", float mult=1.0, " + tail, gelu, meta_from<like_meta>(gelu),

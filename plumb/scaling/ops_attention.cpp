@@ -3,6 +3,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/call_operator.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -82,6 +83,11 @@ Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& valu
 
 }  // namespace
 
+const RegisterOperators ops_attention_rows{
+    {"plumb::", "scaled_dot_product_attention", {.draws_with = "dropout_p", .contraction = Contraction::attention()}},
+    {"plumb::", "attention_scale"},
+    {"plumb::", "attention_scale_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "

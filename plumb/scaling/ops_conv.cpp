@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "plumb/core/error.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -220,6 +221,13 @@ void define_conv(torch::Library& m) {
 
 }  // namespace
 
+const RegisterOperators ops_conv_rows{
+    {"plumb::", "conv1d", {.contraction = Contraction::convolution(1)}},
+    {"plumb::", "conv2d", {.contraction = Contraction::convolution(2)}},
+    {"plumb::", "conv3d", {.contraction = Contraction::convolution(3)}},
+    {"plumb::", "conv1d_scales conv2d_scales conv3d_scales"},
+    {"plumb::", "conv1d_backward conv2d_backward conv3d_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define_conv<1>(m);
   define_conv<2>(m);

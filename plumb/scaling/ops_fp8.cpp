@@ -10,6 +10,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/operators.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
 
@@ -114,6 +115,12 @@ Tensor encode_weight_meta(const Tensor& weight, string_view format) {
 
 }  // namespace
 
+const RegisterOperators ops_fp8_rows{
+    {"plumb::", "fp8_linear", {.contraction = Contraction::linear()}},
+    {"plumb::", "fp8_matmul", {.contraction = Contraction::product("left", -1, "right", -2)}},
+    {"plumb::", "encode_weight"},
+    {"plumb::", "fp8_linear_backward fp8_matmul_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "fp8_linear(Tensor input, Tensor weight, Tensor? bias, Tensor input_codes, Tensor weight_codes, str fwd, "

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "plumb/core/error.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -181,6 +182,10 @@ std::tuple<Tensor, Tensor> mse_loss_backward_meta(const Tensor&, const Tensor& i
 
 }  // namespace
 
+const RegisterOperators ops_loss_rows{
+    {"plumb::", "cross_entropy native_cross_entropy mse_loss"},
+    {"plumb::", "cross_entropy_backward mse_loss_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string entropy =
       "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=Mean, SymInt ignore_index=-100, "

@@ -1,6 +1,7 @@
 // linear, linear_readout, matmul: the scale is the alpha of the matrix product, forward and in both backward products.
 #include <torch/library.h>
 
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/matmul_parts.h"
 #include "plumb/scaling/rules.h"
 
@@ -110,6 +111,12 @@ std::vector<double> matmul_scales(const Tensor& left, const Tensor& right) {
 
 }  // namespace
 
+const RegisterOperators ops_matmul_rows{
+    {"plumb::", "linear linear_readout", {.contraction = Contraction::linear()}},
+    {"plumb::", "matmul", {.contraction = Contraction::product("left", -1, "right", -2)}},
+    {"plumb::", "linear_scales matmul_scales"},
+    {"plumb::", "linear_backward linear_readout_backward matmul_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "linear(Tensor input, Tensor weight, Tensor? bias=None, *, str? constraint=\"to_output_scale\", "

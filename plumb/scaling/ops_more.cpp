@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/call_operator.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
@@ -199,6 +200,13 @@ void define_windows(torch::Library& m) {
 
 }  // namespace
 
+const RegisterOperators ops_more_rows{
+    {"plumb::", "rescale relu elementwise_scales avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d group_norm"},
+    {"plumb::", "batch_norm", {.writes = {"running_mean", "running_var"}, .writes_if = "training"}},
+    {"plumb::", "conv_transpose1d", {.contraction = Contraction::transposed_convolution(1)}},
+    {"plumb::", "conv_transpose2d", {.contraction = Contraction::transposed_convolution(2)}},
+    {"plumb::", "conv_transpose3d", {.contraction = Contraction::transposed_convolution(3)}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor";
   define(m, "rescale(Tensor input, float forward, float backward) -> Tensor", rescale, rescale, rescale_autograd);

@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -204,6 +205,10 @@ Tensor embedding_meta(const Tensor& weight, const Tensor& indices, c10::SymInt, 
 
 }  // namespace
 
+const RegisterOperators ops_norm_rows{
+    {"plumb::", "layer_norm native_layer_norm rms_norm native_rms_norm embedding"},
+    {"plumb::", "layer_norm_backward rms_norm_backward embedding_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string layer =
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "

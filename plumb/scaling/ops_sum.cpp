@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "plumb/numerics/call_operator.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -146,6 +147,10 @@ Tensor scale_bwd_autograd(const Tensor& input, double scale) { return Scale<fals
 
 }  // namespace
 
+const RegisterOperators ops_sum_rows{
+    {"plumb::", "add add_scales residual_split residual_add scale_fwd scale_bwd"},
+    {"plumb::", "add_backward", {.refused = kTrustsSaved}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "add(Tensor input, Tensor other, *, Scalar alpha=1, str? constraint=\"to_output_scale\", "

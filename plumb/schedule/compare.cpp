@@ -20,26 +20,11 @@ double at_stage(const std::vector<double>& values, int stage) {
   return values.size() == 1 ? values[0] : values.at(stage);
 }
 
-// Resident memory of a rank: of every stage that lives there.
-double resident_of(const StageCosts& costs, const Schedule& schedule, int rank) {
-  double sum = 0;
-  for (int stage : schedule.placement.stages_of(rank)) sum += at_stage(costs.resident, stage);
-  return sum;
-}
-
-void fill(ScheduleChoice& choice, const StageCosts& costs, const CompareOptions& options) {
-  choice.simulation = simulate_schedule(choice.schedule, costs.costs, options.edges);
-  for (int rank = 0; rank < choice.schedule.num_ranks(); ++rank) {
-    choice.memory.push_back(resident_of(costs, choice.schedule, rank) + choice.simulation.peak_memory[rank]);
-  }
-  choice.fits = choice.peak() <= options.memory_limit * (1 + 1e-9);
-}
-
 // The search knows one limit for all ranks: what the rank with most resident memory has left.
 Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, const CompareOptions& options) {
   SearchOptions search = options.search;
   double most = 0;
-  for (int stage = 0; stage < num_ranks; ++stage) most = std::max(most, at_stage(costs.resident, stage));
+  for (int stage = 0; stage < num_ranks; ++stage) most = std::max(most, memory_beside(costs, {stage}));
   if (most > options.memory_limit) {
     throw Error(ErrorKind::InvalidArgument, "the parameters alone take more memory than the limit", "",
                 "a higher limit, or more ranks");
@@ -50,6 +35,15 @@ Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, co
 
 }  // namespace
 
+double memory_beside(const StageCosts& costs, const std::vector<int>& stages) {
+  double sum = 0, working = 0;
+  for (const int stage : stages) {
+    sum += at_stage(costs.resident, stage);
+    working = std::max(working, at_stage(costs.working, stage));
+  }
+  return sum + working;
+}
+
 CostsOf even_costs(const Costs& costs, int num_ranks) {
   return [costs, num_ranks](int num_stages) {
     Costs part = costs;
@@ -57,11 +51,31 @@ CostsOf even_costs(const Costs& costs, int num_ranks) {
     for (auto* list : {&part.forward, &part.input, &part.weight, &part.full, &part.activation}) {
       for (double& value : *list) value *= share;
     }
-    return StageCosts{part, {}};
+    return StageCosts{part, {}, {}, 0};
   };
 }
 
 double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::ranges::max_element(memory); }
+
+void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit, const StageEdges& edges) {
+  choice.simulation = simulate_schedule(choice.schedule, costs.costs, edges);
+  for (int rank = 0; rank < choice.schedule.num_ranks(); ++rank) {
+    choice.memory.push_back(memory_beside(costs, choice.schedule.placement.stages_of(rank)) +
+                            choice.simulation.peak_memory[rank]);
+  }
+  choice.fits = choice.peak() <= memory_limit * (1 + 1e-9);
+}
+
+void sort_choices(std::vector<ScheduleChoice>& choices) {
+  std::ranges::stable_sort(choices, [](const ScheduleChoice& a, const ScheduleChoice& b) {
+    auto key = [](const ScheduleChoice& c) { return std::tuple(!c.problem.empty(), !c.fits); };
+    if (key(a) != key(b)) return key(a) < key(b);
+    const auto differ = [](double x, double y) { return std::abs(x - y) > 1e-9 * std::max(x, y); };
+    if (differ(a.simulation.makespan, b.simulation.makespan)) return a.simulation.makespan < b.simulation.makespan;
+    if (differ(a.simulation.cost(), b.simulation.cost())) return a.simulation.cost() < b.simulation.cost();
+    return std::tuple(a.peak(), a.stages_per_rank) < std::tuple(b.peak(), b.stages_per_rank);
+  });
+}
 
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs_of,
                                               const CompareOptions& options) {
@@ -99,20 +113,14 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
       const StageCosts& stage_costs = costs(num_ranks * per_rank);
       choice.schedule = name == kSearched ? search(num_ranks, num_microbatches, stage_costs, options)
                                           : make_schedule(name, num_ranks, num_microbatches, per_rank);
-      fill(choice, stage_costs, options);
+      fill_choice(choice, stage_costs, options.memory_limit, options.edges);
     } catch (const Error& e) {
       choice = {name, per_rank, e.message()};
       choice.fits = false;
     }
     choices.push_back(std::move(choice));
   }
-  std::ranges::stable_sort(choices, [](const ScheduleChoice& a, const ScheduleChoice& b) {
-    auto key = [](const ScheduleChoice& c) { return std::tuple(!c.problem.empty(), !c.fits); };
-    if (key(a) != key(b)) return key(a) < key(b);
-    const double x = a.simulation.cost(), y = b.simulation.cost();
-    if (std::abs(x - y) > 1e-9 * std::max(x, y)) return x < y;
-    return std::tuple(a.peak(), a.stages_per_rank) < std::tuple(b.peak(), b.stages_per_rank);
-  });
+  sort_choices(choices);
   return choices;
 }
 

@@ -17,7 +17,11 @@ struct StageCosts {
   // Memory that a stage takes whatever the schedule (parameters, gradients, optimizer), in the unit of
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
+  std::vector<double> working;  // memory of a stage's action while it runs, by stage; empty: none
+  double spread = 0;  // of measured times: the sum of the middle ones is this share above that of the least
 };
+// Returns the memory that the stages of a rank take besides activations: all resident, and the most to work in.
+double memory_beside(const StageCosts& costs, const std::vector<int>& stages);
 using CostsOf = std::function<StageCosts(int num_stages)>;
 
 // Costs of one rank's whole share, spread evenly over its stages: forward, input, weight, full and activation are cut
@@ -39,16 +43,21 @@ struct ScheduleChoice {
   std::string problem;  // why it cannot be had; what follows is empty then
   Schedule schedule;
   Simulation simulation;
-  std::vector<double> memory;  // by rank: resident and activations
+  std::vector<double> memory;  // by rank: resident, activations and what an action works in
   bool fits = true;
 
   double peak() const;
 };
 
-// Quickest first; those that do not fit, and then those that cannot be had, last. Equally quick ones: least memory,
-// then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Throws
+// Shortest step first; those that do not fit, and then those that cannot be had, last. Equally quick ones: the least
+// time apart (Simulation::cost), least memory, then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Throws
 // Error(InvalidArgument) for unknown names and counts below one.
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs,
                                               const CompareOptions& options = {});
+
+// Simulates the choice's schedule, and says what it takes and whether it fits.
+void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit, const StageEdges& edges = {});
+// Puts choices into the order of compare_schedules().
+void sort_choices(std::vector<ScheduleChoice>& choices);
 
 }  // namespace plumb

@@ -132,6 +132,15 @@ const std::vector<std::string>& schedule_names() {
   return names;
 }
 
+std::vector<std::string> usual_schedules() {
+  std::vector<std::string> names;
+  for (const Entry& entry : entries()) {
+    if (!entry.traits.bidirectional) names.push_back(entry.traits.name);
+  }
+  names.emplace_back("Searched");
+  return names;
+}
+
 const ScheduleTraits& schedule_traits(std::string_view name) { return entry(name).traits; }
 
 Schedule make_schedule(std::string_view name, int num_ranks, int num_microbatches, int stages_per_rank) {

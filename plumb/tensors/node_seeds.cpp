@@ -8,11 +8,13 @@
 #include <utility>
 
 #include "plumb/core/mix_bits.h"
+#include "plumb/tensors/run_rows.h"
 
 namespace plumb {
 namespace {
 
 thread_local NodeSeeds* seeds_of_run = nullptr;
+thread_local std::optional<RunRows> rows_of_run;
 
 }  // namespace
 
@@ -21,8 +23,16 @@ NodeSeeds::NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators, 
       place_(place),
       rows_(rows),
       generators_(std::move(generators)),
-      before_(std::exchange(seeds_of_run, this)) {}
-NodeSeeds::~NodeSeeds() { seeds_of_run = before_; }
+      before_(std::exchange(seeds_of_run, this)) {
+  rows_of_run = RunRows{static_cast<std::int64_t>(place_), rows_};
+}
+NodeSeeds::~NodeSeeds() {
+  seeds_of_run = before_;
+  rows_of_run.reset();
+  if (before_ != nullptr) rows_of_run = RunRows{static_cast<std::int64_t>(before_->place_), before_->rows_};
+}
+
+std::optional<RunRows> running_rows() { return rows_of_run; }
 
 std::uint64_t seed_of_name(std::string_view name) {
   std::uint64_t seed = 1;

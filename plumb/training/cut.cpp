@@ -3,6 +3,7 @@
 #include "plumb/core/error.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/pipe_split.h"
+#include "plumb/partition/size_policy.h"
 #include "plumb/partition/split.h"
 #include "plumb/training/usage.h"
 
@@ -41,6 +42,8 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
   if (stages == 1) {
     options.policy = [](const Node&) { return 0; };
     where = "one stage gives";
+  } else if (!cuts.before.empty()) {
+    where = "the plan gives";
   } else if (!at.empty()) {
     where = "--at gives";
     for (const std::string& name : at) options.points.push_back(split_point(name));
@@ -56,7 +59,9 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
   choose_multi_use(module, cuts.transmit, options);
   options.wire = cuts.wire;
   used_by("--wire", [&] { check(options.wire.formats); });
-  const auto pipe = prefixed(at.empty() ? "" : "--at: ", [&] { return pipeline(module, options); });
+  const auto pipe = prefixed(at.empty() ? "" : "--at: ", [&] {
+    return cuts.before.empty() ? pipeline(module, options) : pipeline(*mark_before(module, cuts.before), options);
+  });
   if (stages != 0 && pipe->num_stages() != stages) {
     throw UsageError(c10::str(needed_by, " needs ", stages, " stages: ", where, " ", pipe->num_stages()),
                      c10::str("--at with ", stages - 1, " module", stages == 2 ? "" : "s", ", or another --stages"));

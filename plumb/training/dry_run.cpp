@@ -4,6 +4,7 @@
 #include "plumb/core/table.h"
 #include "plumb/pipeline/runtime/stage_costs.h"
 #include "plumb/schedule/simulate.h"
+#include "plumb/training/loss.h"
 
 namespace plumb {
 namespace {
@@ -16,6 +17,10 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   StageCostOptions measuring;
   // Parameters and gradients, and what the optimizer keeps of each.
   measuring.bytes_per_parameter_byte = o.optimizer != "sgd" ? 4 : o.momentum > 0 ? 3 : 2;
+  measuring.busy_ranks = o.processes();
+  measuring.loss = example_loss(o.loss, job.module());
+  for (int s = 0; s < job.pipe->num_stages(); ++s)
+    measuring.recompute.push_back(parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(s)] : o.recompute));
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
   const Simulation simulation = simulate_schedule(job.schedule, costs.costs);
   TrainNeeds needs{job.schedule.name,
@@ -32,7 +37,7 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
         if (attr.kind == AttrKind::Parameter) own.parameters += attr.tensor.numel();
       }
     }
-    own.peak = own.resident + simulation.peak_memory[static_cast<size_t>(rank)];
+    own.peak = memory_beside(costs, own.stages) + simulation.peak_memory[static_cast<size_t>(rank)];
     needs.ranks.push_back(std::move(own));
   }
   return needs;

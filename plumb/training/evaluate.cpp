@@ -17,7 +17,6 @@ namespace {
 
 void stop_training(Graph& graph) {
   for (Node* node : graph.nodes()) {
-    if (node->subgraph()) stop_training(*node->subgraph());
     if (!node->is_call()) continue;
     for (const char* name : {"train", "training"}) {
       const Arg* arg = node->try_arg(name);

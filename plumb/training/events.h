@@ -78,6 +78,15 @@ struct FaultInjected {
   std::string fault;
   static void keys(auto& e, auto&& key) { key("injected", e.fault); }
 };
+// A rank has computed, or holds, something wrong.
+struct AuditFailed {
+  int64_t step = 0;
+  int rank = 0;
+  std::string tensor, why;
+  static void keys(auto& e, auto&& key) {
+    key("audit", e.step), key("rank", e.rank), key("tensor", e.tensor), key("why", e.why);
+  }
+};
 // The launcher replaces a lost rank.
 struct Restarted {
   int64_t restart = 0, of = 0;
@@ -85,6 +94,17 @@ struct Restarted {
   std::string why;
   static void keys(auto& e, auto&& key) {
     key("restart", e.restart), key("of", e.of), key("rank", e.rank), key("why", e.why);
+  }
+};
+// A rank's copy of its state is on another host.
+struct Copied {
+  int64_t step = 0;
+  int rank = 0, to = 0;
+  int64_t bytes = 0;
+  double seconds = 0, in_bubbles = 0;  // from the step's end on; the share that was sent while the rank waited anyway
+  static void keys(auto& e, auto&& key) {
+    key("copied_step", e.step), key("rank", e.rank), key("to", e.to), key("bytes", e.bytes);
+    key("seconds", e.seconds), key("in_bubbles", e.in_bubbles);
   }
 };
 struct Interrupted {
@@ -140,7 +160,8 @@ struct TrainNeeds {
 
 using TrainEvent = std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped,
                                 event::Evaluated, event::Recomputed, event::CheckpointWritten, event::CheckpointProblem,
-                                event::LogProblem, event::FaultInjected, event::Restarted, event::Interrupted,
+                                event::LogProblem, event::FaultInjected, event::AuditFailed, event::Restarted, event::Copied,
+                                event::Interrupted,
                                 event::Saved, event::Dumped, event::Concluded, event::Drew, TrainNeeds>;
 
 // Returns the event as the help of --json lists it. Numbers that are not finite become null when it is printed.

@@ -12,7 +12,7 @@
 namespace plumb {
 namespace {
 
-constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop or raise";
+constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop, raise, flip or rot";
 
 // Returns the actions of a rank, the halves of overlapped ones apart.
 std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
@@ -30,18 +30,20 @@ std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
 
 void Fault::happen() const {
   if (kind == Kind::Raise) throw Error(ErrorKind::ExecutionFailed, "injected: " + text);
+  if (kind == Kind::Flip || kind == Kind::Rot) return;
   ::raise(kind == Kind::Kill ? SIGKILL : SIGSTOP);
 }
 
 Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule& schedule) {
-  static const std::regex pattern(R"((kill|stop|raise) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
+  static const std::regex pattern(R"((kill|stop|raise|flip|rot) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
   std::smatch match;
   if (text.size() > 100 || !std::regex_match(text, match, pattern)) {
     throw UsageError("--inject " + text.substr(0, 100) + ": is no fault", kExample);
   }
   Fault fault;
   fault.text = text;
-  fault.kind = match[1] == "kill" ? Fault::Kind::Kill : match[1] == "stop" ? Fault::Kind::Stop : Fault::Kind::Raise;
+  constexpr const char* kinds[] = {"kill", "stop", "raise", "flip", "rot"};
+  fault.kind = static_cast<Fault::Kind>(std::ranges::find(kinds, match[1].str()) - std::begin(kinds));
   fault.rank = std::stoi(match[2]);
   fault.step = std::stoll(match[4]);
   if (fault.rank >= o.processes()) {
@@ -55,6 +57,10 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
     for (size_t i = 0; i < std::min<size_t>(actions.size(), 12); ++i) some += (i == 0 ? "" : " ") + actions[i];
     throw UsageError(c10::str("--inject ", text, ": rank ", fault.rank, " has no action ", match[3].str()),
                      "one of " + some + (actions.size() > 12 ? " ..." : ""));
+  }
+  fault.stage = std::atoi(match[3].str().c_str());
+  if (fault.kind == Fault::Kind::Flip && !o.audit) {
+    throw UsageError("--inject " + text + ": stages are watched for this with --audit only", "--audit --max-restarts 1");
   }
   fault.action = static_cast<size_t>(found - actions.begin());
   return fault;

@@ -12,18 +12,19 @@
 namespace plumb {
 
 struct Fault {
-  enum class Kind { Kill, Stop, Raise };
+  enum class Kind { Kill, Stop, Raise, Flip, Rot };
   Kind kind = Kind::Kill;
   int rank = 0;  // among all processes
   int64_t step = 0;
+  int stage = 0;      // of the action
   size_t action = 0;  // number of the rank's actions of the step that are done before
   std::string text;
 
-  // Kills or stops (SIGSTOP) this process, or throws Error(ExecutionFailed).
+  // Kills or stops (SIGSTOP) this process, or throws Error(ExecutionFailed). The caller flips bits.
   void happen() const;
 };
 
-// Parses "kill", "stop" or "raise", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch
+// Parses "kill", "stop", "raise", "flip" or "rot", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch
 // 3) and a step from 1. Throws UsageError.
 Fault parse_fault(const std::string& text, const TrainOptions& options, const Schedule& schedule);
 

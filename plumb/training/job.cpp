@@ -10,6 +10,7 @@
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/tensors/parameter_tag.h"
+#include "plumb/training/audit.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
@@ -62,7 +63,7 @@ void check_outputs(const TrainOptions& o) {
     throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   }
   const std::vector<std::string> inputs = {o.file,      o.data,         o.targets,  o.mask,
-                                           o.eval_data, o.eval_targets, o.schedule, o.record};
+                                           o.eval_data, o.eval_targets, o.schedule, o.record, o.plan};
   check_writable("--save", o.save, inputs);
   check_writable("--options", o.options, inputs);
   check_writable("--csv", o.csv, inputs);
@@ -74,6 +75,11 @@ void check_outputs(const TrainOptions& o) {
   check_writable("--verdict-page", o.verdict_page, inputs);
   check_writable("--verdict-recipe", o.verdict_recipe, inputs);
   if (!o.history.empty()) check_writable("--history", history_file(o, 0), inputs);
+  if (!o.hashes.empty()) check_writable("--hashes", hashes_file(o, 0, {}), inputs);
+  if (o.replay > 0 && o.hashes.empty()) throw UsageError("--replay: nothing says where to", "--hashes FILE");
+  if (o.replay > o.steps) {
+    throw UsageError(c10::str("--replay ", o.replay, ": more than --steps ", o.steps), "a step of the run");
+  }
   if (o.record.empty() != o.history.empty()) {
     throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
                      "--record RULES.toml --history FILE");
@@ -99,8 +105,9 @@ void check_going_on(const TrainOptions& o) {
                            : "--checkpoint-every: nothing says where to",
                      "--checkpoints FOLDER");
   }
-  if (o.max_restarts == 0 && (o.spares > 0 || o.recut)) {
-    throw UsageError(std::string(o.recut ? "--recut" : "--spares") + ": no lost process is made up for",
+  if (o.max_restarts == 0 && (o.spares > 0 || o.recut || o.copies_to_neighbor > 0)) {
+    const char* option = o.recut ? "--recut" : o.spares > 0 ? "--spares" : "--copies-to-neighbor";
+    throw UsageError(std::string(option) + ": no lost process is made up for",
                      "--max-restarts N");
   }
 }
@@ -137,14 +144,27 @@ std::string history_file(const TrainOptions& o, int rank) {
   return o.stages > 1 ? c10::str(o.history, ".rank", rank) : o.history;
 }
 
-std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
-  const auto of_rank = [&](int64_t r) { return c10::str(o.history, ".rank", r); };
-  const bool whole = std::filesystem::exists(o.history), parted = std::filesystem::exists(of_rank(0));
+namespace {
+
+std::string files_to_go_on_with(const std::string& path, int64_t count, int rank, int64_t after) {
+  const auto of_rank = [&](int64_t r) { return c10::str(path, ".rank", r); };
+  const bool whole = std::filesystem::exists(path), parted = std::filesystem::exists(of_rank(0));
   if (rank == 0) {
-    if (whole && !parted && o.stages > 1) std::filesystem::rename(o.history, of_rank(0));
-    for (int64_t r = o.stages; std::filesystem::exists(of_rank(r)); ++r) HistoryWriter(of_rank(r), true, after);
+    if (whole && !parted && count > 1) std::filesystem::rename(path, of_rank(0));
+    for (int64_t r = count; std::filesystem::exists(of_rank(r)); ++r) HistoryWriter(of_rank(r), true, after);
   }
-  return o.stages > 1 || (parted && !whole) ? of_rank(rank) : o.history;
+  return count > 1 || (parted && !whole) ? of_rank(rank) : path;
+}
+
+}  // namespace
+
+std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
+  return files_to_go_on_with(o.history, o.stages, rank, after);
+}
+
+std::string hashes_file(const TrainOptions& o, int rank, std::optional<int64_t> after) {
+  if (after) return files_to_go_on_with(o.hashes, o.processes(), rank, *after);
+  return o.processes() > 1 ? c10::str(o.hashes, ".rank", rank) : o.hashes;
 }
 
 TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {
@@ -161,7 +181,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (o.stages == 1 && !o.wire.empty()) {
     throw UsageError("--wire: in one process nothing goes from stage to stage", "--stages 2 or more");
   }
-  job.schedule = read_schedule(o);  // wrong names before anything is read
+  if (!o.plan.empty()) job.plan = read_plan(o.plan);
+  job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
   device_of(o, 0);
@@ -169,6 +190,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   used_by("--gradient-groups",
           [&] { check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule); });
   check_going_on(o);
+  check_audit(o);
   for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
   const std::string name = o.file.empty() ? "the model" : o.file;
   phase("reading " + name);
@@ -208,8 +230,10 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   const int stages = job.schedule.num_stages();
   std::string needed_by = "--stages " + std::to_string(o.stages);
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
+  if (job.plan) needed_by = "--plan " + o.plan;
   const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
-  job.pipe = cut(module, stages, {o.at, o.transmit, {wire, o.wire_exclude}}, needed_by);
+  const CutOptions cuts{o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
+  job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] { return cut(module, stages, cuts, needed_by); });
   name_parameters(o, job);
   check_verdict(o, job);
   return job;

@@ -9,7 +9,7 @@
 #include "plumb/exported/exported.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/pipeline/runtime/runtime.h"
-#include "plumb/schedule/schedule.h"
+#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/batches.h"
 #include "plumb/training/events.h"
 #include "plumb/training/fault.h"
@@ -41,6 +41,7 @@ struct TrainParts {
 struct TrainJob {
   ExportedProgram program;
   Schedule schedule;
+  std::optional<PipelinePlan> plan;  // of --plan
   std::shared_ptr<Pipe> pipe;
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<Samples> eval_samples;  // null: no --eval-data
@@ -70,6 +71,8 @@ void take_trained(const TrainJob& job);
 
 // Returns the path of this process's own history: each has one writer.
 std::string history_file(const TrainOptions& options, int rank);
+// As history_file() and history_to_go_on_with(), of --hashes: every process has one, `rank` is that of all.
+std::string hashes_file(const TrainOptions& options, int rank, std::optional<int64_t> after);
 // Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay one history.
 // Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its rank's
 // name.

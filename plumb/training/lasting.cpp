@@ -1,8 +1,13 @@
 #include "plumb/training/lasting.h"
 
+#include <unistd.h>
+
 #include "plumb/core/error.h"
+#include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/schedule/compare.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/training/ranks.h"
+#include "plumb/training/step_hashes.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -60,19 +65,21 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
   now.schedule = quickest_schedule(static_cast<int>(now.stages), static_cast<int>(now.microbatches));
   now.threads = threads_of(o);  // sums are split over them
   now.at.clear();
+  now.plan.clear();
   now.inject.clear();
   if (now.stages == 1) now.wire.clear();
   // Nobody has a copy of one process's state, and nothing else makes up for its loss.
-  if (processes == 1 && now.checkpoints.empty()) now.max_restarts = now.spares = 0, now.recut = false;
+  if (processes == 1 && now.checkpoints.empty()) now.max_restarts = now.spares = now.copies_to_neighbor = 0, now.recut = false;
   return now;
 }
 
-TrainResult train_lasting(const TrainOptions& o, const TrainHooks& hooks, Membership members) {
-  TrainSession session{.members = std::move(members)};
+TrainResult train_lasting(const TrainOptions& given, const TrainHooks& hooks, Membership members) {
+  const TrainOptions o = without_outputs(given);
+  TrainSession session{.members = std::move(members), .place = {}, .copies = StateCopies(), .job = nullptr};
   TrainOptions now = o;
   session.job = std::make_shared<TrainJob>(prepare_job(now, {}, hooks));
   std::optional<Error> lost;
-  while (const auto place = session.members.next()) {
+  while (const auto place = session.members->next()) {
     session.place = *place;
     try {
       if (const TrainOptions fitting = options_for(o, place->world_size); !(fitting == now)) {
@@ -82,14 +89,40 @@ TrainResult train_lasting(const TrainOptions& o, const TrainHooks& hooks, Member
       }
       return Trainer(now, hooks, session).run();
     } catch (const Error& e) {
-      if (fails_for_good(e)) session.members.fail_for_good();
+      if (fails_for_good(e)) session.members->fail_for_good();
       if (e.kind() != ErrorKind::Communication) throw;
       lost = e;
     }
     session.copies.leave();
-    session.members.leave();
+    session.members->leave();
   }
   if (lost) throw *lost;
+  return {};
+}
+
+TrainResult train_on_hosts(const TrainOptions& o, const TrainHooks& hooks, const RankEnvironment& place,
+                           const std::function<void()>& before_steps) {
+  const int ranks = place.world_size;
+  const bool fewer = o.recut && ranks < o.processes() && fewer_processes(o, ranks) > 0;
+  const TrainOptions now = fewer ? options_for(o, fewer_processes(o, ranks)) : o;
+  if (place.rank == 0 && place.launcher_serves_store && process_variable("GROUP_WORLD_SIZE").value_or("1") != "1")
+    hooks.event(event::LogProblem{
+        "torchrun's agents do not hear of each other's new addresses when a host is lost or comes (torch 2.13): set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for all of them"});
+  TrainSession session{.members = {},
+                       .place = place,
+                       .copies = StateCopies(std::make_shared<Keeper>(::getppid())),
+                       .job = nullptr};
+  session.job = std::make_shared<TrainJob>(prepare_job(now, {}, hooks));
+  if (place.rank < now.processes()) {
+    Trainer trainer(now, hooks, session);
+    before_steps();
+    return trainer.run();
+  }
+  const TrainRanks met = meet_ranks(now, &place);
+  if (session.copies.find_edge(met.everyone, *session.job))
+    session.copies.restore(met.everyone, *session.job, now.processes(), nullptr);
+  wait_as_spare(met.everyone);
   return {};
 }
 

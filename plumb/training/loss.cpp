@@ -67,6 +67,27 @@ int loss_output(const GraphModule& module) {
                    "--loss cross_entropy or mse, or a model that returns its loss");
 }
 
+std::function<at::Tensor(const Tensors&)> example_loss(const std::string& loss, const GraphModule& module) {
+  const auto args = module.graph().output_node()->args();
+  const auto* first = !args.empty() && args[0].is_value() && args[0].value()->meta() ? &*args[0].value()->meta() : nullptr;
+  const bool logits = first != nullptr && first->is_floating_point() && first->sizes.size() > 1;
+  std::string which = loss;
+  if (which.empty()) which = find_loss_by_name(module.out_spec()) || !logits ? "output" : "cross_entropy";
+  if (which == "none") return {};
+  if (which == "output") {
+    if (loss.empty() && (first == nullptr || !first->is_floating_point())) return {};
+    const int output = loss_output(module);
+    return [output](const Tensors& outputs) { return outputs.at(static_cast<size_t>(output)); };
+  }
+  if (!logits && which == "cross_entropy")
+    throw UsageError("cross_entropy: the first output is no logits", "output, mse or none");
+  return [which](const Tensors& outputs) {
+    const at::Tensor& out = outputs.at(0);
+    if (which == "mse") return mse(outputs, {at::zeros_like(out)});
+    return cross_entropy(outputs, {at::zeros(out.sizes().slice(0, out.dim() - 1), out.options().dtype(at::kLong))}, -100);
+  };
+}
+
 int64_t Parts::total() const { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
 
 int64_t Parts::tokens() const {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_files/tensor_file.h"

@@ -13,6 +13,7 @@
 #include "plumb/core/join.h"
 #include "plumb/core/number_text.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -147,6 +148,9 @@ std::vector<TrainField> layout_fields() {
            kSameRun),
       list("wire-exclude", &O::wire_exclude, "Values between stages that travel as they are, by name (* and ?)",
            kSameRun),
+      {"plan", &O::plan,
+       "A file of plumb plan -o: where to cut, which rank runs which stage when, and what is computed again, in the "
+       "place of --stages, --microbatches, --data-parallel, --at, --schedule and --recompute"},
       {"schedule", &O::schedule, join(schedule_names()) + ", or a .csv table (plumb plan writes them)"},
       field("data-parallel", &O::replicas,
             "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
@@ -183,7 +187,8 @@ std::vector<TrainField> checkpoint_fields() {
        "with"},
       field("max-restarts", &O::max_restarts,
             "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep "
-            "theirs; the state comes from memory that they hold, too, or from the last checkpoint",
+            "theirs; the state comes from memory that they hold, too, or from the last checkpoint. Under torchrun, which "
+            "has its own number of them: go on from memory on the hosts that are left",
             whole_number(0, 1000000)),
       field("spares", &O::spares,
             "With --max-restarts: so many processes more, that have read the model and wait to take a lost one's place",
@@ -191,9 +196,19 @@ std::vector<TrainField> checkpoint_fields() {
       {"recut", &O::recut,
        "With --max-restarts: when no spare is left, go on with fewer processes at another cut and schedule, instead of "
        "starting a new one"},
+      field("copies-to-neighbor", &O::copies_to_neighbor,
+            "Under torchrun with --max-restarts, where there is one pipeline: send the state of every so many steps to "
+            "another host, beside the steps, so that a lost host loses so many at most; 0: none",
+            whole_number(0, 1000000)),
       field("patience", &O::patience, "Seconds that a rank which does not answer is waited for",
             whole_number(1, 86400)),
-      {"inject", &O::inject, "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
+      {"audit", &O::audit,
+       "Find ranks whose memory or arithmetic is wrong, and make up for them as for lost ones (--max-restarts): the "
+       "state's hash after an update is that before the next, and each step a stage's microbatch runs again on another "
+       "rank"},
+      {"inject", &O::inject,
+       "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP), raise, flip (a bit of what this "
+       "action computes with) or rot (a bit of a parameter, before this action)"},
   };
 }
 
@@ -212,6 +227,13 @@ std::vector<TrainField> output_fields() {
       {"history", &O::history,
        "Where to record it; plumb track --history shows it. With several stages a file each rank, FILE.rank0, "
        "FILE.rank1, ..."},
+      {"hashes", &O::hashes,
+       "A history of hashes of parameters, buffers and the optimizer's state after each step, for plumb diff. With "
+       "several processes a file each, FILE.rank0, FILE.rank1, ..."},
+      field("replay", &O::replay,
+            "Do this step again, from the newest checkpoint before it or from the beginning, and write it to --hashes "
+            "whole: every value and gradient. Nothing else is written. 0: train",
+            whole_number(0)),
       {"timeline", &O::timeline,
        "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)"},
       field("timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", whole_number(1)),
@@ -235,7 +257,8 @@ std::vector<TrainField> output_fields() {
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
+       "{checkpoint_problem}, {problem}, {injected}, {audit, rank, tensor, why}, {restart, of, rank, why}, {copied_step, "
+       "rank, to, bytes, seconds, in_bubbles}, {interrupted, steps, signal}, {dry_run, "
        "bubble, "
        "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, "
        "{verdict, at_step, text}, {drew, "
@@ -329,10 +352,33 @@ std::vector<std::string> field_texts(const TrainOptions& options, const TrainFie
   return value ? std::vector<std::string>{shortest(*value)} : std::vector<std::string>();
 }
 
+namespace {
+
+// An option beside --plan has its default, or says the same.
+void take_plan(TrainOptions& options) {
+  const TrainOptions defaults;
+  const PipelinePlan plan = read_plan(options.plan);
+  const auto take = [&](const char* name, int64_t TrainOptions::* field, int64_t value) {
+    if (options.*field != defaults.*field && options.*field != value)
+      throw UsageError(c10::str("--", name, " ", options.*field, ": --plan ", options.plan, " is for ", value),
+                       c10::str("leave --", name, " out"));
+    options.*field = value;
+  };
+  take("stages", &TrainOptions::stages, plan.schedule.num_ranks());
+  take("microbatches", &TrainOptions::microbatches, plan.schedule.num_microbatches);
+  take("data-parallel", &TrainOptions::replicas, plan.replicas);
+  if (!options.at.empty() || options.schedule != defaults.schedule || options.recompute != defaults.recompute)
+    throw UsageError("--plan: says itself where to cut, in which order to run and what to compute again",
+                     "leave --at, --schedule and --recompute out");
+}
+
+}  // namespace
+
 TrainOptions read_options(const std::string& config, const FieldTexts& texts) {
   TrainOptions options;
   if (!config.empty()) read_toml(options, read_file(config), config);
   for (const auto& [name, texts_of] : texts) set_field(options, train_field(name), texts_of);
+  if (!options.plan.empty()) take_plan(options);
   return options;
 }
 

@@ -33,7 +33,7 @@ struct TrainOptions {
   // The layout.
   int64_t stages = 1, replicas = 1, gradient_groups = 0, threads = 0;
   std::vector<std::string> at, transmit, wire, wire_exclude;
-  std::string schedule = "1F1B", recompute = "cheap", device = "cpu";
+  std::string plan, schedule = "1F1B", recompute = "cheap", device = "cpu";
   int64_t seed = 0;
   // A verdict on number formats.
   std::vector<std::string> verdict;
@@ -43,9 +43,12 @@ struct TrainOptions {
   std::string eval_data, eval_targets;
   int64_t eval_every = 0, eval_batches = 0;
   // Going on.
-  std::string checkpoints;
+  std::string checkpoints, hashes;
+  int64_t replay = 0;
+  bool audit = false;
   std::vector<std::string> inject;
   int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0, spares = 0, patience = 60;
+  int64_t copies_to_neighbor = 0;
   bool resume = true, recut = false;
   // Files that are written.
   std::string save, save_hf, dump, record, history, timeline, csv, tensorboard, page;
@@ -96,6 +99,7 @@ std::vector<std::string> field_texts(const TrainOptions& options, const TrainFie
 
 // Texts of fields by their names, on top of those of a TOML file ("": none).
 using FieldTexts = std::map<std::string, std::vector<std::string>>;
+// A --plan sets stages, microbatches and replicas. Throws UsageError if they are given and others.
 TrainOptions read_options(const std::string& config, const FieldTexts& texts);
 
 // Every option, a line each, as a TOML document that read_toml() takes: "# weight-decay: not set" for what is not.

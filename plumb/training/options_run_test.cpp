@@ -3,6 +3,9 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
+#include "plumb/recording/history.h"
+#include "plumb/schedule/generators.h"
+#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/lasting.h"
 #include "plumb/training/options_testing.h"
@@ -50,6 +53,18 @@ Checks checks_of_layout() {
        [](TrainingOptions& t) {
          t.keeps("schedule", "GPipe");
          t.refuses(t.with("schedule", {"nope"}), "--schedule nope");
+       }},
+      {"plan",
+       [](TrainingOptions& t) {
+         PipelinePlan plan;
+         plan.schedule = make_schedule("GPipe", 1, static_cast<int>(t.options.microbatches));
+         plan.recompute = {"none"};
+         std::ofstream(t.path("plan.json")) << to_json(plan);
+         t.keeps("plan", t.path("plan.json"));
+         std::ofstream(t.path("none.json")) << "{}";
+         t.refuses(t.with("plan", {t.path("none.json")}), "none.json");
+         const FieldTexts both = {{"plan", {t.path("plan.json")}}, {"schedule", {"GPipe"}}};
+         EXPECT_THAT(message_of([&] { read_options("", both); }), HasSubstr("--plan: says itself where to cut"));
        }},
       {"recompute", [](TrainingOptions& t) { t.keeps("recompute", "none"); }},
       {"device", [](TrainingOptions& t) { t.refuses(t.with("device", {"nowhere"}), "--device nowhere"); }},
@@ -118,6 +133,10 @@ Checks checks_of_checkpoints() {
        }},
       {"spares",
        [](TrainingOptions& t) { t.refuses(t.with("spares", {"1"}), "--spares: no lost process is made up for"); }},
+      {"copies-to-neighbor",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("copies-to-neighbor", {"5"}), "--copies-to-neighbor: no lost process is made up for");
+       }},
       {"recut",
        [](TrainingOptions& t) {
          t.refuses(t.with("recut", {"true"}), "--recut: no lost process is made up for");
@@ -132,6 +151,15 @@ Checks checks_of_checkpoints() {
          EXPECT_EQ(options_for(o, 6), o);
          o.stages = 1, o.replicas = 3;
          EXPECT_EQ(fewer_processes(o, 2), 0);
+       }},
+      {"audit",
+       [](TrainingOptions& t) {
+         t.keeps("audit", "true");
+         TrainOptions o = t.with("audit", {"true"});
+         o.inject = {"rot rank 0 at 0B0 of step 3"};
+         EXPECT_THAT(message_of([&] { t.run(o, t.lm()); }), HasSubstr("its memory changed after it was written"));
+         o.stages = 2;
+         t.refuses(o, "--audit: nobody makes up for a rank that is wrong");
        }},
       {"patience", [](TrainingOptions& t) { t.keeps("patience", "5"); }},
       {"inject",
@@ -200,6 +228,25 @@ Checks checks_of_output() {
          o.record = t.path("rules.toml");
          EXPECT_EQ(t.losses(o), t.losses(t.options));
          EXPECT_GT(fs::file_size(t.folder / "run.history"), 1000u);
+       }},
+      {"hashes",
+       [](TrainingOptions& t) {
+         t.keeps("hashes", t.path("h.history"));
+         const History found = read_history(t.path("h.history"));
+         ASSERT_EQ(found.hashes.size(), 6u);
+         EXPECT_EQ(found.hashes[5].step, 6);
+       }},
+      {"replay",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("replay", {"2"});
+         t.refuses(o, "--replay: nothing says where to");
+         o.hashes = t.path("again.history");
+         EXPECT_EQ(t.run(o, t.lm()).losses().size(), 2u);
+         const History found = read_history(o.hashes);
+         ASSERT_EQ(found.hashes.size(), 2u);
+         EXPECT_GT(found.hashes[1].hashes.size(), 2 * found.hashes[0].hashes.size()) << "whole";
+         o.replay = 7;
+         t.refuses(o, "--replay 7: more than --steps 6");
        }},
       {"timeline",
        [](TrainingOptions& t) {

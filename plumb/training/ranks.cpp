@@ -1,5 +1,8 @@
 #include "plumb/training/ranks.h"
 
+#include <algorithm>
+#include <chrono>
+
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
@@ -13,11 +16,20 @@ TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   GlooOptions of_group;
   if (!ranks.device.is_cpu()) of_group.device = ranks.device;
   if (given != nullptr) {
-    ranks.world = make_gloo_group(*given, of_group);
+    // All have been started at once, on hosts that may be more or less busy.
+    if (given->starts_again) of_group.timeout = std::chrono::seconds(std::max<int64_t>(o.patience, 30));
+    ranks.everyone = make_gloo_group(*given, of_group);
   } else if (o.processes() > 1) {
-    ranks.world = make_group_from_environment(of_group);
+    ranks.everyone = make_group_from_environment(of_group);
   }
-  ranks.world.set_timeout(std::chrono::seconds(o.patience));
+  ranks.everyone.set_timeout(std::chrono::seconds(o.patience));
+  ranks.world = ranks.everyone;
+  if (given != nullptr && given->starts_again && ranks.world.size() > o.processes()) {
+    if (given->rank >= o.processes()) return ranks;
+    std::vector<int> training;
+    for (int r = 0; r < o.processes(); ++r) training.push_back(r);
+    ranks.world = make_subgroup(ranks.everyone, "training", training);
+  }
   if (ranks.world.size() != o.processes()) {
     throw UsageError(c10::str("--stages ", o.stages, " --data-parallel ", o.replicas, ": the launcher started ",
                               ranks.world.size(), " processes"),

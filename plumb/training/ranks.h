@@ -7,7 +7,8 @@
 namespace plumb {
 
 struct TrainRanks {
-  ProcessGroup world;
+  ProcessGroup everyone;  // `world`, and behind it spares
+  ProcessGroup world;     // not on spares
   ReplicatedGroups groups;
   at::Device device = at::kCPU;  // where this rank's stages compute
 

@@ -101,7 +101,7 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
   part_.unit_scaled = is_unit_scaled();
   for (const auto& [name, tensor] : part_.model) owned_.insert(name);
   const int64_t id = of_rank_0(world, std::random_device()());
-  if (groups.replicas.rank() != 0) return;
+  if (groups.replicas.rank() != 0 || o.replay > 0) return;
   CheckpointOptions keep;
   keep.keep_last = static_cast<int>(o.keep_last);
   keep.keep_every = o.keep_every;
@@ -206,22 +206,25 @@ std::optional<Checkpoint> RunCheckpoints::find_own(std::vector<std::string>& tol
     const nlohmann::json number = state.is_object() ? state.value("run", nlohmann::json()) : nlohmann::json();
     return number.is_number_integer() ? number.get<int64_t>() : 0;
   };
+  constexpr const char* later = "it is not before the step to do again";
   auto newest = Checkpoint::newest(options_.checkpoints, &told, [&](const Checkpoint& checkpoint) {
+    if (options_.replay > 0 && checkpoint.step() >= options_.replay) return later;
     return there == 0 || number_of(checkpoint) == there ? "" : "it is of another run than the last one of this folder";
   });
+  std::erase_if(told, [&](const std::string& problem) { return problem.find(later) != std::string::npos; });
   begun_ = there != 0 && before.value("same", nlohmann::json()) == same_run();
   if (newest && there == 0 && number_of(*newest) != 0) run_ = number_of(*newest);
   if (there != 0 && (newest || begun_)) run_ = there;
   return newest;
 }
 
-int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
+int64_t RunCheckpoints::resume(std::vector<std::string>& told, int64_t after) {
   std::optional<Checkpoint> checkpoint;
   if (world_.rank() == 0) checkpoint = find_own(told);
   const int64_t newest = of_rank_0(world_, checkpoint ? checkpoint->step() : -1);
   run_ = of_rank_0(world_, run_);
   begun_ = of_rank_0(world_, begun_ ? 1 : 0) != 0;
-  if (newest < 0) return 0;
+  if (newest <= after) return 0;
   if (!checkpoint) {
     checkpoint = Checkpoint::open((std::filesystem::path(options_.checkpoints) / checkpoint_name(newest)).string());
   }
@@ -238,6 +241,7 @@ int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
 }
 
 void RunCheckpoints::begin() {
+  if (options_.replay > 0) return;
   largest_of_all(world_, 0);  // a rank that cannot write its history, say, ends the run before it takes the folder
   if (world_.rank() != 0) return;
   const nlohmann::json run = {{"run", run_}, {"same", same_run()}};

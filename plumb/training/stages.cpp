@@ -4,7 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "plumb/graph/describe.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/usage.h"
 #include "plumb/transforms/module.h"
@@ -88,7 +88,7 @@ std::map<int, std::shared_ptr<StageFunction>> make_stages(
     }
     if (o.autocast == "bf16") module = bf16_products(*module);
     stage = std::make_shared<GraphStage>(module, job.pipe->table(), index);
-    stage->recompute = parse_recompute(o.recompute);
+    stage->recompute = parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(index)] : o.recompute);
   }
   return stages;
 }

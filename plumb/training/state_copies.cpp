@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <iterator>
@@ -70,6 +69,17 @@ at::Tensor bytes_of(const std::string& text) {
   return bytes;
 }
 
+// Returns "layers.0.weight and 3 more": the names that no rank holds.
+std::string missing_of(const std::set<std::string>& wanted, const std::vector<std::set<std::string>>& held) {
+  std::string first;
+  size_t count = 0;
+  for (const std::string& name : wanted) {
+    if (std::ranges::any_of(held, [&](const auto& names) { return names.contains(name); })) continue;
+    if (count++ == 0) first = name;
+  }
+  return count > 1 ? c10::str(first, " and ", count - 1, " more") : first;
+}
+
 }  // namespace
 
 NamedTensors held_tensors(const TrainJob& job, int rank) {
@@ -85,11 +95,21 @@ NamedTensors held_tensors(const TrainJob& job, int rank) {
   return held;
 }
 
-void StateCopies::take(int64_t edge, const RankState& state, const Json& counted) {
+StateCopies::StateCopies(std::shared_ptr<Keeper> keeper) : keeper_(std::move(keeper)) {
+  if (keeper_) before_ = keeper_->memory();
+}
+
+at::Tensor StateCopies::last() const { return memory_[static_cast<size_t>(last_ % 2)].bytes(); }
+
+void StateCopies::take(int64_t edge, const RankState& state, const Json& counted, bool keep_old) {
   const at::NoGradGuard no_grad;
   if (first_ < 0) first_ = edge;
+  last_ = edge;
   // All have taken the first edge of this generation.
-  if (edge > first_) before_.clear();
+  if (edge > first_ && !keep_old && !before_.empty()) {
+    before_.clear();
+    if (keeper_) keeper_->drop_old();
+  }
   const NamedTensors all = everything(state);
   std::vector<std::string> names;
   for (const auto& [name, tensor] : all) names.push_back(name);
@@ -101,8 +121,7 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
   const Begin begin{edge + 1, static_cast<int64_t>(header.size()), static_cast<int64_t>(counted_text.size()),
                     static_cast<int64_t>(layout_.bytes)};
   char* to = memory_[static_cast<size_t>(edge % 2)].grow(begin.data() + begin.tensors);
-  // A reader after this process is gone sees a whole copy or none.
-  const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
+  const auto mark = mark_of(to);
   mark.store(0, std::memory_order_seq_cst);
   std::memcpy(to + offsetof(Begin, header), &begin.header, sizeof begin - offsetof(Begin, header));
   std::memcpy(to + sizeof begin, header.data(), header.size());
@@ -118,6 +137,23 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
     }
   }
   mark.store(begin.next_step, std::memory_order_seq_cst);
+}
+
+void StateCopies::forget(int64_t edge) {
+  auto& memory = memory_[static_cast<size_t>(edge % 2)];
+  char* to = memory.grow(static_cast<int64_t>(sizeof(Begin)));
+  const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
+  if (mark.load() == edge + 1) mark.store(0, std::memory_order_seq_cst);
+}
+
+std::map<std::string, at::Tensor> StateCopies::model_of(int rank, int64_t edge) const {
+  std::map<std::string, at::Tensor> found;
+  const auto place = static_cast<size_t>(2 + 2 * (rank < rank_ ? rank : rank - 1) + edge % 2);
+  const auto copy = are_shared() && place < memory_.size() ? open(memory_[place].bytes()) : std::nullopt;
+  if (!copy || copy->edge != edge) return found;
+  for (const auto& [key, tensor] : copy->tensors)
+    if (key.starts_with(kModel)) found.emplace(name_of(key), tensor);
+  return found;
 }
 
 void StateCopies::leave() {
@@ -197,13 +233,16 @@ std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const T
     if (all) found = it->first;
   }
   std::erase_if(opened_, [&](const Opened& copy) { return copy.edge != found; });
+  any_found_ = !held.empty();
+  missing_.clear();
+  if (!found && any_found_) missing_ = missing_of(wanted, held.rbegin()->second);
   if (!found) return found;
   held_by_ = held[*found];
   counted_ = counted[*found];
   return found;
 }
 
-Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const RankState& state) {
+Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, int training, const RankState* state) {
   const at::NoGradGuard no_grad;
   const int size = world.size(), me = world.rank(), length = job.schedule.num_ranks();
   std::map<std::string, at::Tensor> mine;
@@ -211,7 +250,7 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
   // The sender for each rank: itself if it has the tensor, else the first rank that has it.
   std::vector<std::set<std::string>> to(static_cast<size_t>(size));
   std::set<int> from;
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = 0; rank < training; ++rank) {
     for (const auto& [name, tensor] : held_tensors(job, rank % length)) {
       if (held_by_[static_cast<size_t>(rank)].contains(name)) continue;
       const auto holder = std::ranges::find_if(held_by_, [&](const auto& names) { return names.contains(name); });
@@ -251,23 +290,30 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
     }
   }
   transport.end_step();
-  for (const auto& [name, tensor] : state.held) {
+  if (state == nullptr) return counted_;
+  for (const auto& [name, tensor] : state->held) {
     const auto found = mine.find(kModel + name);
     if (found == mine.end() || found->second.sizes() != tensor.sizes() ||
         found->second.scalar_type() != tensor.scalar_type())
       refuse("has no " + name + " of this shape");
     tensor.detach().copy_(found->second);
   }
-  state.optimizer.load_state("the copy of a rank's state", [&](const std::string& key) {
+  state->optimizer.load_state("the copy of a rank's state", [&](const std::string& key) {
     const auto found = mine.find(kOptimizer + key);
     return found == mine.end() ? at::Tensor() : found->second.clone();
   });
   return counted_;
 }
 
-void StateCopies::connect(const ProcessGroup& world) {
+void StateCopies::connect(const ProcessGroup& world, const std::vector<SharedMemory>& more) {
   opened_.clear();
   memory_.resize(2);
+  rank_ = world.rank();
+  memory_.insert(memory_.end(), more.begin(), more.end());
+  if (keeper_) {
+    for (const SharedMemory& memory : memory_) keeper_->keep(memory);
+    return;
+  }
   if (world.size() == 1) return;
   Json own = Json::array();
   for (const SharedMemory& memory : memory_) own.push_back({memory.address().process, memory.address().descriptor});

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <set>
 
+#include "plumb/training/audit.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
@@ -18,6 +19,7 @@ TrainStep::TrainStep(const TrainOptions& o, TrainJob& job, const TrainRanks& ran
     for (const int stage : job.schedule.placement.stages_of(rank)) job.pipe->move_stage(stage, ranks.device);
   }
   stages_ = make_stages(o, job, rank);
+  if (o.audit) watch_stages(job, stages_);
   std::set<const c10::TensorImpl*> seen;
   for (const auto& [index, stage] : stages_) {
     for (const NamedTensor& p : stage->parameters()) {
@@ -43,7 +45,8 @@ void TrainStep::connect() {
   pipeline_ = std::make_unique<Pipeline>(job_.pipe->table(), job_.schedule, stages_, ranks_.groups.pipeline, of_run);
 }
 
-TrainStep::Numbers TrainStep::compute(int64_t step, const Parts& parts) {
+TrainStep::Numbers TrainStep::compute(int64_t step, const Parts& parts,
+                                      const std::function<void()>& before_sharing) {
   if (parts.total() == 0) {
     throw Error(ErrorKind::InvalidArgument, c10::str("step ", step, ": no target of the batch counts"), "",
                 "a larger --batch, or data with fewer masked or ignored targets");
@@ -52,6 +55,7 @@ TrainStep::Numbers TrainStep::compute(int64_t step, const Parts& parts) {
   Numbers numbers;
   for (int64_t pass = 0; pass < o_.accumulate; ++pass) run_pass(step, parts, pass, numbers);
   if (passes_) passes_->give(o_.accumulate);
+  if (before_sharing) before_sharing();
   share(numbers);
   return numbers;
 }

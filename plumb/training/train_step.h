@@ -27,11 +27,13 @@ class TrainStep {
     std::vector<double> squares;  // of the gradients' norms, by job.trained
   };
   // Leaves the step's gradients in the parameters. All ranks call it.
-  Numbers compute(int64_t step, const Parts& parts);
+  // `before_sharing` is called when the gradients are there, before another rank learns of it.
+  Numbers compute(int64_t step, const Parts& parts, const std::function<void()>& before_sharing = {});
   // Clips the gradients and changes the weights.
   void update(const Numbers& numbers);
 
   const std::map<int, std::shared_ptr<StageFunction>>& stages() const { return stages_; }
+  const NamedTensors& parameters() const { return parameters_; }
   Optimizer& optimizer() { return *optimizer_; }
   Pipeline& pipeline() { return *pipeline_; }
   // Returns whether this rank computes the loss.

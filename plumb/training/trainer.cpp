@@ -5,17 +5,21 @@
 
 #include <cmath>
 
+#include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/training/audit.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/lasting.h"
+#include "plumb/training/neighbor_copies.h"
 #include "plumb/training/not_finite.h"
 #include "plumb/training/other_machines.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/run_checkpoints.h"
+#include "plumb/training/step_hashes.h"
 #include "plumb/training/verdict_run.h"
 
 namespace plumb {
@@ -46,6 +50,7 @@ class Trainer::Run {
  private:
   void watch_progress();
   void go_on();
+  void take_counted(const nlohmann::json& counted);
   void make_recorder();
   void train_step(int64_t step);
   void evaluate(int64_t step, bool last);
@@ -55,10 +60,11 @@ class Trainer::Run {
 
   // Nothing: the run begins.
   std::optional<int64_t> goes_on_after() const {
-    if (start_ > 0 || (session_ && session_->members.generation() > 0)) return start_;
+    if (start_ > 0 || edge_ || generation() > 0 || (session_ && session_->copies.any_found())) return start_;
     if (checkpoints_ && checkpoints_->has_begun()) return 0;
     return std::nullopt;
   }
+  int generation() const { return session_ && session_->members ? session_->members->generation() : 0; }
   RankState rank_state() { return {held_tensors(job_, ranks_.rank()), step_->optimizer()}; }
 
   const TrainOptions o_;
@@ -73,7 +79,10 @@ class Trainer::Run {
   std::unique_ptr<Evaluator> evaluator_;         // null: no --eval-data
   std::unique_ptr<RunCheckpoints> checkpoints_;  // null: no --checkpoints
   std::unique_ptr<Recorder> recorder_;           // null: no --record
+  std::unique_ptr<Auditor> auditor_;             // null: no --audit
+  std::unique_ptr<StepHashes> hashes_;           // null: no --hashes
   std::unique_ptr<VerdictRun> verdict_;          // null: no --verdict, or it is done
+  std::unique_ptr<NeighborCopies> neighbor_;     // null: no --copies-to-neighbor
   std::vector<std::string> damaged_;             // checkpoints that were passed over
   std::string machines_;                         // which rank computes on another kind of machine, or ""
   int64_t start_ = 0;                            // the step that this run goes on after
@@ -82,7 +91,7 @@ class Trainer::Run {
 };
 
 Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session)
-    : o_(std::move(options)),
+    : o_(without_outputs(std::move(options))),
       hooks_(std::move(hooks)),
       session_(session),
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
@@ -93,7 +102,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
   machines_ = other_machines(ranks_.world);
   if (session) {
-    if (session->members.generation() > 0) edge_ = session->copies.find_edge(ranks_.world, job_);
+    if (!session->members || generation() > 0) edge_ = session->copies.find_edge(ranks_.everyone, job_);
     if (session->was_used && !edge_) job_ = prepare_job(o_, {}, hooks_);  // as the file has it
     session->was_used = true;
   }
@@ -107,18 +116,32 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   step_->connect();
   if (!o_.verdict.empty()) verdict_ = std::make_unique<VerdictRun>(o_, job_, ranks_.device);
   if (!o_.record.empty() && ranks_.in_first_pipeline()) make_recorder();  // replicas have the same weights
+  if (o_.audit) {
+    if (session_ && !session_->copies.are_shared())
+      reports_->emit(event::LogProblem{
+          "--audit: ranks of several hosts do not see each other's weights, so that only the state is audited, and no "
+          "microbatch runs again"});
+    auditor_ = std::make_unique<Auditor>(o_, job_, ranks_, *step_, session_ ? &session_->copies : nullptr,
+                                         [this](const event::AuditFailed& found) { reports_->emit(found); });
+  }
+  if (!o_.hashes.empty()) hashes_ = std::make_unique<StepHashes>(o_, ranks_.world.rank(), *step_, goes_on_after());
 }
 
 void Trainer::Run::watch_progress() {
   faults_ =
-      std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(), session_ ? &session_->members : nullptr,
-                                     [this](const Fault& fault) { reports_->emit(event::FaultInjected{fault.text}); });
+      std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(),
+                                     session_ && session_->members ? &*session_->members : nullptr,
+                                     [this](const Fault& fault) {
+                                       reports_->emit(event::FaultInjected{fault.text});
+                                       flip_bits(fault, *step_);
+                                     });
   job_.pipeline.progress = {};
   const bool reported = ranks_.is_first() && hooks_.progress;
-  if (faults_->empty() && !reported) return;
+  if (faults_->empty() && !reported && !o_.audit) return;
   job_.pipeline.progress = [this, reported](size_t done, size_t total) {
     if (reported) hooks_.progress(faults_->step(), done, total);
     faults_->action_done(done);
+    if (auditor_) auditor_->action_done(done);
   };
 }
 
@@ -126,16 +149,32 @@ void Trainer::Run::watch_progress() {
 void Trainer::Run::go_on() {
   if (!o_.checkpoints.empty())
     checkpoints_ = std::make_unique<RunCheckpoints>(o_, job_, ranks_.world, ranks_.groups, step_->optimizer());
+  int64_t newer = 0;  // a checkpoint than what a neighbor has
   if (edge_) {
-    const Json counted = session_->copies.restore(ranks_.world, job_, rank_state());
-    job_.batches->load_state(counted.value("data", Json()));
-    if (checkpoints_) checkpoints_->take_run(counted.value("run", int64_t{0}));
-    job_.pipeline.gradient_groups = counted.value("gradient_groups", job_.pipeline.gradient_groups);
-    start_ = *edge_;
+    const RankState state = rank_state();
+    const Json counted = session_->copies.restore(ranks_.everyone, job_, ranks_.world.size(), &state);
+    if (checkpoints_ && o_.copies_to_neighbor > 0) newer = checkpoints_->resume(damaged_, *edge_);
+    if (newer == 0) take_counted(counted);
+    start_ = newer > 0 ? newer : *edge_;
+    if (newer > 0) edge_.reset();
   } else if (checkpoints_) {
     start_ = checkpoints_->resume(damaged_);
   }
-  if (session_) session_->copies.connect(ranks_.world);
+  if (!session_) return;
+  if (o_.copies_to_neighbor > 0) {
+    int64_t bytes = 1 << 20;  // and at most 8 numbers of state for each of the model's
+    for (const Attr& attr : job_.module().state()) bytes += 8 * std::max<int64_t>(attr.tensor.nbytes(), 64) + 1024;
+    neighbor_ = std::make_unique<NeighborCopies>(ranks_.world, session_->place.host, ranks_.groups.pipeline, bytes);
+    if (!neighbor_->has_neighbor() && ranks_.is_first())
+      reports_->emit(event::LogProblem{"there is no other host to which the state could be sent"});
+  }
+  session_->copies.connect(ranks_.world, neighbor_ ? neighbor_->memory() : std::vector<SharedMemory>());
+}
+
+void Trainer::Run::take_counted(const Json& counted) {
+  job_.batches->load_state(counted.value("data", Json()));
+  if (checkpoints_) checkpoints_->take_run(counted.value("run", int64_t{0}));
+  job_.pipeline.gradient_groups = counted.value("gradient_groups", job_.pipeline.gradient_groups);
 }
 
 void Trainer::Run::make_recorder() {
@@ -159,15 +198,22 @@ void Trainer::Run::train_step(int64_t step) {
       verdict_.reset();
     }
   }
+  if (hashes_) hashes_->begin_step(step);
   const double share = rate_share(o_, step);
   step_->optimizer().set_rate(share);
-  const TrainStep::Numbers numbers = step_->compute(step, parts);
+  if (auditor_) auditor_->begin_step(step);
+  const TrainStep::Numbers numbers = step_->compute(step, parts, [this] {
+    if (auditor_) auditor_->check();
+  });
   result_.loss = numbers.loss;
   if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
     reports_->step(step, numbers, parts, o_.lr * share);
     stop_at_not_finite(o_, job_, ranks_, step, numbers, parts, *reports_);
   }
+  if (hashes_) hashes_->gradients();
   step_->update(numbers);
+  if (auditor_) auditor_->wrote();
+  if (hashes_) hashes_->end_step(held_tensors(job_, ranks_.rank()));
   if (step == start_ + 1 && o_.recompute != "none" && ranks_.in_first_pipeline()) {
     for (const auto& [index, stage] : step_->stages())
       reports_->emit(event::Recomputed{index, step_->pipeline().recomputed(index).text()});
@@ -192,7 +238,10 @@ void Trainer::Run::keep_copy(int64_t step) {
   session_->copies.take(step, rank_state(),
                         {{"data", job_.batches->state()},
                          {"gradient_groups", job_.pipeline.gradient_groups},
-                         {"run", checkpoints_ ? checkpoints_->run() : 0}});
+                         {"run", checkpoints_ ? checkpoints_->run() : 0}},
+                        neighbor_ && neighbor_->has_neighbor() && !neighbor_->complete());
+  if (!neighbor_ || step == o_.steps || (step % o_.copies_to_neighbor != 0 && step != start_)) return;
+  if (const auto told = neighbor_->send(step, session_->copies.last()); told && ranks_.is_first()) reports_->emit(*told);
 }
 
 void Trainer::Run::run_steps() {
@@ -204,11 +253,12 @@ void Trainer::Run::run_steps() {
   keep_copy(start_);
   // The one that was being written may have been given up.
   if (checkpoints_ && edge_ && start_ > 0) checkpoints_->save(start_, start_ == o_.steps);
-  for (int64_t step = start_ + 1; step <= o_.steps && stopped_by == 0; ++step) {
+  const int64_t end = o_.replay > 0 ? o_.replay : o_.steps;
+  for (int64_t step = start_ + 1; step <= end && stopped_by == 0; ++step) {
     train_step(step);
     if (hooks_.stop_signal) stopped_by = largest_of_all(ranks_.world, hooks_.stop_signal());
     result_.steps = step;
-    const bool last = step == o_.steps || stopped_by != 0;
+    const bool last = step == end || stopped_by != 0;
     evaluate(step, last);
     if (checkpoints_) checkpoints_->save(step, last);
     report_checkpoints();
@@ -227,6 +277,8 @@ void Trainer::Run::run_steps() {
   for (int r = 0; r < ranks_.world.size(); ++r) each.push_back(r);
   std::vector<double> through(each.size());
   if (session_) share_numbers(ranks_.world, each, through);
+  if (ranks_.is_first() && stopped_by == 0)
+    release_spares(ranks_.everyone, ranks_.everyone.size() - ranks_.world.size());
 }
 
 // Writes what the options ask for, weights before pictures.
@@ -261,6 +313,8 @@ TrainResult Trainer::Run::run() {
     reports_->started();
     if (!machines_.empty()) reports_->emit(event::LogProblem{machines_});
     for (const std::string& problem : damaged_) reports_->emit(event::CheckpointProblem{problem});
+    if (session_ && !session_->copies.missing().empty())
+      reports_->emit(event::LogProblem{"no process that is left has the state of " + session_->copies.missing()});
     // Without a checkpoint a run that lost more than its copies make up for begins anew.
     if (const auto after = goes_on_after())
       reports_->emit(event::Resumed{*after, o_.steps, *after > 0 ? o_.checkpoints : "the first weights"});
@@ -286,7 +340,7 @@ TrainResult Trainer::run() { return run_->run(); }
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks) { return Trainer(options, hooks).run(); }
 
 void check_training(const TrainOptions& options, const TrainHooks& hooks) {
-  TrainJob job = prepare_job(options, {}, hooks);
+  TrainJob job = prepare_job(without_outputs(options), {}, hooks);
   job.batches->next();
 }
 

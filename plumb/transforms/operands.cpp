@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "plumb/core/text.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

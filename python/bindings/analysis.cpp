@@ -104,6 +104,12 @@ Register analysis_part([](py::module_& m) {
       .def(
           "step", [](PythonRecorder& r, const Recorder::Scalars& scalars) { return r.get().step(scalars); },
           py::arg("scalars"))
+      .def(
+          "add_hash",
+          [](PythonRecorder& r, const std::string& name, const std::string& kind, const at::Tensor& values) {
+            r.get().add_hash({.name = name, .operation = kind}, values);
+          },
+          py::arg("name"), py::arg("kind"), py::arg("values"))
       .def("written", [](PythonRecorder& r) { return r.get().written(); })
       .def("current_step", [](PythonRecorder& r) { return r.get().current_step(); })
       .def(
@@ -146,6 +152,13 @@ Register analysis_part([](py::module_& m) {
              for (const HistoryScalars& s : history.scalars) {
                for (const auto& [name, value] : s.values) out.emplace_back(s.step, name, value);
              }
+             return out;
+           })
+      .def("hashes",
+           [](const History& history) {
+             std::vector<std::tuple<int64_t, uint32_t, bool, uint64_t>> out;
+             for (const HistoryHashes& step : history.hashes)
+               for (const HistoryHash& h : step.hashes) out.emplace_back(step.step, h.tensor, h.backward, h.hash);
              return out;
            })
       .def("columns", &columns)

@@ -9,6 +9,7 @@
 #include "plumb/transforms/scale/unit_scale.h"
 #include "plumb/transforms/track/scale_causes.h"
 #include "plumb/transforms/track/track_scales.h"
+#include "plumb/transforms/vocabulary/split_vocabulary.h"
 #include "report.h"
 
 namespace plumb::python {
@@ -204,6 +205,16 @@ void bind_parameter_scaling(py::module_& m) {
 }
 
 Register transforms_part([](py::module_& m) {
+  m.def(
+      "join_vocabulary",
+      [](const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+        State state;
+        for (const auto& [name, tensor] : tensors) state.add({name, AttrKind::Parameter, tensor});
+        std::vector<std::pair<std::string, at::Tensor>> joined;
+        for (const Attr& attr : join_vocabulary(state)) joined.emplace_back(attr.name, attr.tensor);
+        return joined;
+      },
+      py::arg("tensors"));
   bind_parameter_scaling(m);
   m.def("unit_scale", &scale, py::arg("module"), py::arg("replace"), py::arg("residuals"), py::arg("scaling"),
         py::arg("keep"));

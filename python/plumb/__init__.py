@@ -24,6 +24,8 @@ from ._C import keep_freed_memory as keep_freed_memory
 from ._C import parse_graph as parse_graph
 from ._C import release_freed_memory as release_freed_memory
 from ._capture.forward import capture as capture
+from ._diff import Diff as Diff
+from ._diff import diff as diff
 from ._doctor import doctor as doctor
 from ._exported import load_pt2 as load_pt2
 from ._exported import save_pt2 as save_pt2

@@ -139,6 +139,19 @@ class Recorder:
             writer.write(step, told, History(engine.written()) if count else None)
         return count
 
+    def hash_state(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Adds hashes of the modules' parameters and buffers, and of the optimizer's state, to the running step: between
+        ``optimizer.step()`` and ``step()``, for :func:`plumb.diff`."""
+        names = {}
+        for module, _, _ in self._places:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                names[tensor] = name
+                self._engine.add_hash(name, "state", tensor.detach())
+        for parameter, state in optimizer.state.items() if optimizer else ():
+            for key, value in state.items():
+                if parameter in names and isinstance(value, torch.Tensor):
+                    self._engine.add_hash(f"{key}/{names[parameter]}", "optimizer", value)
+
     @property
     def current_step(self) -> int:
         """The number of the step that runs now; the first is 1."""

@@ -7,8 +7,11 @@ import pytest
 import torch
 from capture_checks import Net, check, refusal
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import plumb
+from plumb.transforms import track_scales
 
 
 def energy(layer):
@@ -122,3 +125,47 @@ def test_graphs_whose_functions_hold_modules_are_neither_copied_nor_cut():
         with pytest.raises(plumb.Error, match="Holder is given a module") as caught:
             use(graph)
         assert "test_capture_kinds.py" in caught.value.where
+
+
+def seeds(x):
+    torch.manual_seed(0)
+    return torch.randn_like(x)
+
+
+def forks(x):
+    with torch.random.fork_rng():
+        return torch.randn_like(x)
+
+
+def puts_back(x):
+    state = torch.get_rng_state()
+    drawn = torch.randn_like(x)
+    torch.set_rng_state(state)
+    return drawn
+
+
+@pytest.mark.parametrize("draws", [seeds, forks, puts_back])
+@pytest.mark.parametrize("use", [plumb.capture, lambda model, x: track_scales(model)(x)])
+def test_a_forward_that_sets_the_random_state_is_refused(draws, use):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + draws(x)
+
+    state = torch.get_rng_state()
+    with pytest.raises(plumb.Error, match="sets torch's random state") as refused:
+        use(Model(4, 4), torch.ones(2, 4))
+    assert "test_capture_kinds.py" in str(refused.value)
+    torch.set_rng_state(state)  # nothing of torch stays changed
+
+
+def test_checkpoints_that_keep_the_random_state_are_captured():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return checkpoint(lambda x: F.dropout(super(Model, self).forward(x)), x, use_reentrant=False)
+
+    model, x = Model(4, 4), torch.ones(2, 4)
+    torch.manual_seed(0)
+    expected = model(x)
+    graph = plumb.capture(model, x)
+    torch.manual_seed(0)
+    assert torch.equal(graph(x), expected)

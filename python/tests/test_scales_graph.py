@@ -337,6 +337,16 @@ def test_a_backends_answer_has_the_transformed_graph():
     assert {torch.ops.plumb.linear.default, torch.ops.plumb.gelu.default} <= {n.target for n in run.graph.nodes}
     assert torch.equal(run(x), apply_transform(model, unit_scaling_backend())(x)) and str(run.graph) == before
 
+    def backend(gm, inputs):
+        made.append(unit_scaling_backend()(gm, inputs))
+        with pytest.raises(plumb.Error, match="after its first run"):
+            made[-1].graph  # noqa: B018
+        return made[-1]
+
+    made = []
+    apply_transform(model, backend)(x)
+    assert torch.ops.plumb.gelu.default in {n.target for n in made[-1].graph.nodes}
+
 
 def test_a_backend_that_finds_nothing_says_so(caplog):
     def backend(gm, inputs):

@@ -10,28 +10,46 @@ for (const figure of all(".graph-view")) {
   };
   const chains = d.entries.map((_, i) => around(i));
   const names_of = d.modules.map(([, , head]) => lines[head].querySelector("text").textContent);
-  // Neighbors with the numbers n, n + 1, ... and the same lines: [{members, rolled}].
+  // A box that holds another box alone: "h" around "0", where something stands between the layers.
+  const inner = new Map();
+  d.modules.forEach(([parent, , head, last], m) => { if (parent >= 0 && d.modules[parent][2] + 1 === head && d.modules[parent][3] === last) inner.set(parent, m); });
+  const numbered = m => { while (inner.has(m) && !/^\d+$/.test(names_of[m])) m = inner.get(m); return m; };
+  const path_of = m => inner.has(m) ? names_of[m] + "." + path_of(inner.get(m)) : names_of[m];
+  // Neighbors with the numbers n, n + 1, ..., the same lines and the same lines between them: [{members, between, rolled}].
   const lines_of = m => {
     const [, depth, head, last] = d.modules[m], out = [];
     for (let i = head + 1; i <= last; ++i) out.push(d.modules[d.entries[i][1]][1] - depth, ...all("text", lines[i]).map(t => t.textContent));
     return out.join("\n");
   };
-  const groups = [], group_of = new Map();
+  const groups = [], group_of = new Map(), between_of = new Map(), last_group = new Map();  // the last by parent
   d.modules.forEach(([parent, , head], m) => {
-    if (!/^\d+$/.test(names_of[m])) return;
-    const group = groups.find(g => {
-      const before = g.members[g.members.length - 1];
-      return d.modules[before][0] === parent && +names_of[before] + 1 === +names_of[m] && d.modules[before][3] + 1 === head && g.text === lines_of(m);
-    });
-    if (group) group.members.push(m);
-    else groups.push({members: [m], text: lines_of(m), rolled: false});
+    const core = numbered(m);
+    if (!/^\d+$/.test(names_of[core]) || (parent >= 0 && inner.get(parent) === m && numbered(parent) === core)) return;
+    const prefix = core === m ? "" : names_of[m], text = lines_of(core), number = +names_of[core], group = last_group.get(parent);
+    const from = group ? d.modules[group.members[group.members.length - 1]][3] + 1 : 0, gap = [];
+    for (let i = from; group && i < head && gap.length <= 8; ++i) gap.push(i);
+    const plain = gap.length <= 8 && gap.every(i => d.entries[i][1] === parent), gap_text = gap.flatMap(i => all("text", lines[i]).map(t => t.textContent)).join("\n");
+    const same = group && plain && group.prefix === prefix && group.next === number && group.text === text;
+    if (same && (group.members.length === 1 || group.gap === gap_text)) {
+      group.members.push(m);
+      group.between.push(...gap);
+      group.gap = gap_text;
+      group.next++;
+    } else {
+      last_group.set(parent, {members: [m], between: [], prefix, text, next: number + 1, rolled: false});
+      groups.push(last_group.get(parent));
+    }
   });
-  for (const group of groups) if (group.members.length > 1) for (const m of group.members) group_of.set(m, group);
+  for (const group of groups) if (group.members.length > 1) {
+    for (const m of group.members) group_of.set(m, group);
+    for (const i of group.between) between_of.set(i, group);
+  }
   const rolled = m => group_of.has(m) && group_of.get(m).rolled;
   // The line that stands for this one: the head of the outermost folded module around it, or of the first of its equals.
   const stand_in = i => {
     const m = chains[i].filter(m => folded.has(m) || rolled(m)).pop();
-    return m === undefined ? i : d.modules[rolled(m) ? group_of.get(m).members[0] : m][2];
+    const group = m === undefined ? between_of.get(i) : rolled(m) && group_of.get(m);
+    return group && (group.rolled || m !== undefined) ? d.modules[group.members[0]][2] : m === undefined ? i : d.modules[m][2];
   };
   // With room to the right: types below each other, and where a line was written.
   const texts = lines.map(line => all("text", line)), wide_of = (t, size) => t ? t.textContent.length * size * .58 : 0;
@@ -98,12 +116,14 @@ for (const figure of all(".graph-view")) {
     for (const [m, [, , head]] of d.modules.entries()) {
       const text = lines[head].querySelector("text"), size = d.modules[m][3] - head;
       if (rolled(m)) {
-        const {members} = group_of.get(m), parent = d.modules[m][0], of = parent < 0 ? "" : names_of[parent] + " ";
-        text.textContent = `\u25B8 ${of}${names_of[members[0]]} to ${names_of[members[members.length - 1]]}: ${members.length} \u00d7  (${size} lines each)`;
-      } else text.textContent = (folded.has(m) ? "\u25B8 " : "\u25BE ") + names_of[m] + (folded.has(m) ? `  (${size} lines)` : "");
+        const {members, prefix} = group_of.get(m), parent = d.modules[m][0], of = prefix || (parent < 0 ? "" : names_of[parent]);
+        const [first, last] = [members[0], members[members.length - 1]].map(each => names_of[numbered(each)]);
+        text.textContent = `\u25B8 ${of && of + " "}${first} to ${last}: ${members.length} \u00d7  (${d.modules[m][3] - d.modules[numbered(m)][2]} lines each)`;
+      } else text.textContent = folded.has(m) ? `\u25B8 ${path_of(m)}  (${size} lines)` : "\u25BE " + names_of[m];
     }
   };
-  const unroll = m => { if (rolled(m)) { group_of.get(m).rolled = false; for (const each of group_of.get(m).members) folded.add(each); } };
+  const open = group => { if (group && group.rolled) { group.rolled = false; for (const each of group.members) folded.add(each); } };
+  const unroll = m => open(group_of.get(m));
   d.modules.forEach(([, , head], m) => {
     lines[head].style.cursor = "pointer";
     lines[head].onclick = () => { rolled(m) ? unroll(m) : folded.has(m) ? folded.delete(m) : folded.add(m); lay(); };
@@ -122,6 +142,7 @@ for (const figure of all(".graph-view")) {
     const asked = words(search.value);
     found = asked.length ? d.entries.map((e, i) => i).filter(i => asked.every(w => d.entries[i][2].toLowerCase().includes(w))) : [];
     lines.forEach((line, i) => line.classList.toggle("found", found.includes(i)));
+    for (const i of found) open(between_of.get(i));
     for (const i of found) for (const m of [...chains[i]].reverse()) { unroll(m); if (d.modules[m][2] !== i) folded.delete(m); }
     lay();
     at = 0;

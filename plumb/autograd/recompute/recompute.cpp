@@ -16,11 +16,11 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "plumb/autograd/recompute/recompute_facts.h"
 #include "plumb/autograd/recompute/recompute_recipe.h"
 #include "plumb/core/error.h"
-#include "plumb/graph/dispatch_keys.h"
-#include "plumb/graph/operator_facts.h"
-#include "plumb/graph/recompute_facts.h"
+#include "plumb/operators/dispatch_keys.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -388,21 +388,39 @@ std::string RecomputeReport::text() const {
 
 namespace {
 
-void note_operators(torch::Library& library, std::string_view space) {
-  for (const RecomputeFacts& facts : recompute_facts()) {
-    if (facts.space != space) continue;
-    std::istringstream names{std::string(facts.names)};
-    for (std::string name; names >> name;) {
-      library.impl(name.c_str(), facts.cheap ? torch::CppFunction::makeFromBoxedFunction<&note_call<true>>()
-                                             : torch::CppFunction::makeFromBoxedFunction<&note_call<false>>());
-    }
-  }
+std::vector<RecomputeFacts>& declared_facts() {
+  static std::vector<RecomputeFacts> facts;
+  return facts;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, PLUMB_RECOMPUTE_KEY, m) { note_operators(m, "aten"); }
-TORCH_LIBRARY_IMPL(plumb, PLUMB_RECOMPUTE_KEY, m) { note_operators(m, "plumb"); }
+const std::vector<RecomputeFacts>& recompute_facts() { return declared_facts(); }
+
+void compute_again(torch::Library& library, const RecomputeFacts& facts) {
+  declared_facts().push_back(facts);
+  std::istringstream names{std::string(facts.names)};
+  for (std::string name; names >> name;) {
+    library.impl(name.c_str(), facts.cheap ? torch::CppFunction::makeFromBoxedFunction<&note_call<true>>()
+                                           : torch::CppFunction::makeFromBoxedFunction<&note_call<false>>());
+  }
+}
+
+// Operators that are composite on the CPU are not here: their parts are recorded, and each has its own node to save
+// what it needs.
+TORCH_LIBRARY_IMPL(aten, PLUMB_RECOMPUTE_KEY, m) {
+  compute_again(
+      m, {"aten",
+          "_softmax _to_copy abs add.Tensor cat clamp clone div.Tensor elu exp gelu glu hardsigmoid hardswish hardtanh "
+          "leaky_relu log_sigmoid_forward masked_fill.Scalar masked_fill.Tensor mish mul.Tensor native_group_norm "
+          "native_layer_norm neg pow.Tensor_Scalar reciprocal relu rsqrt sigmoid silu softplus sqrt sub.Tensor tanh "
+          "threshold where.self",
+          true});
+  compute_again(m, {"aten",
+                    "_log_softmax _scaled_dot_product_flash_attention_for_cpu addcmul addmm avg_pool2d baddbmm bmm "
+                    "convolution max_pool2d_with_indices mm native_batch_norm nll_loss_forward",
+                    false});
+}
 TORCH_LIBRARY_IMPL(_, PLUMB_RECOMPUTE_KEY, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 }  // namespace plumb

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "plumb/autograd/simulate_format.h"
-#include "plumb/graph/dispatch_keys.h"
+#include "plumb/operators/dispatch_keys.h"
 #include "plumb/numerics/quantise.h"
 
 namespace plumb {

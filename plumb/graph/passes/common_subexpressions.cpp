@@ -136,9 +136,7 @@ const RegisterPass common_subexpressions_pass({
 }  // namespace
 
 bool common_subexpressions(Graph& graph, const State* state, const CommonSubexpressionsOptions& options) {
-  bool changed = false;
-  for (Graph* g : every_graph(graph)) changed = Merger(*g, state, options).run() || changed;
-  return changed;
+  return Merger(graph, state, options).run();
 }
 
 }  // namespace plumb

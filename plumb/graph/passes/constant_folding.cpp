@@ -270,9 +270,7 @@ const RegisterPass constant_folding_pass({
 }  // namespace
 
 bool constant_folding(Graph& graph, State& state, const ConstantFoldingOptions& options) {
-  bool changed = false;
-  for (Graph* g : every_graph(graph)) changed = Folder(*g, state, options).run() || changed;
-  return changed;
+  return Folder(graph, state, options).run();
 }
 
 }  // namespace plumb

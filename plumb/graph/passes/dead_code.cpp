@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 
 namespace plumb {
@@ -127,10 +127,8 @@ const RegisterPass dead_code_pass({
 
 bool dead_code(Graph& graph, const State* state, const DeadCodeOptions& options) {
   bool changed = false;
-  for (Graph* g : every_graph(graph)) {
-    // A removed node may have been the reason why another value carries a gradient: repeat until nothing is removed.
-    while (Sweep(*g, state, options).run()) changed = true;
-  }
+  // A removed node may have been the reason why another value carries a gradient: repeat until nothing is removed.
+  while (Sweep(graph, state, options).run()) changed = true;
   return changed;
 }
 

@@ -15,7 +15,7 @@ struct DeadCodeOptions {
 
 // Returns whether anything was erased.
 bool dead_code(GraphModule& module, const DeadCodeOptions& options = {});
-// Does so in one graph and those nested in it. Without the state, names are taken for different tensors.
+// Does so in one graph. Without the state, names are taken for different tensors.
 bool dead_code(Graph& graph, const State* state = nullptr, const DeadCodeOptions& options = {});
 
 }  // namespace plumb

@@ -135,38 +135,6 @@ TEST(DeadCode, LeavesTheReadAloneThatRenewsTheHistoryOfAWrittenView) {
   EXPECT_THAT(after(unwritten), testing::Not(testing::HasSubstr("aten::neg")));
 }
 
-TEST(DeadCode, LooksIntoNestedGraphs) {
-  EXPECT_EQ(after(R"(graph {
-  %x = placeholder "x"
-  %m = call_module "dead"(%x) {
-    %a = placeholder "a"
-    %r = aten::relu(%a)
-    output(%r)
-  }
-  %n = call_module "writes a buffer"(%x) {
-    %a = placeholder "a"
-    %b = get_attr "b"
-    %v = aten::view(%b, [-1])
-    %w = aten::add_.Tensor(%v, 1)
-    %u = aten::exp(%a)
-    output(%a)
-  }
-  output(%x)
-})"),
-            R"(graph {
-  %x = placeholder "x"
-  %n = call_module "writes a buffer"(%x) {
-    %a = placeholder "a"
-    %b = get_attr "b"
-    %v = aten::view(%b, [-1])
-    %w = aten::add_.Tensor(%v, 1)
-    output(%a)
-  }
-  output(%x)
-}
-)");
-}
-
 TEST(DeadCode, KnowsTiedTensorsByTheState) {
   const std::string text = R"(graph {
   %x = placeholder "x"

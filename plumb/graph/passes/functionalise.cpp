@@ -6,7 +6,7 @@
 
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/copy_node.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 
 namespace plumb {
@@ -160,8 +160,7 @@ class Functionaliser {
     for (size_t i = 0; i < node->num_inputs(); ++i) {
       if (area(node->input(i)) == &a) parent = node->input(i), ++inside;
     }
-    const bool makes_alias = node->kind() == NodeKind::CallModule || node->result_aliases_input();
-    if (inside == 0 || !makes_alias) {
+    if (inside == 0 || !node->result_aliases_input()) {
       if (a.root) return refuse(a, *node, "its memory may be that of %" + a.root->name() + " or not");
       a.root = a.current = r;
       return;
@@ -418,18 +417,16 @@ const RegisterPass functionalise_pass({
 
 bool functionalise(Graph& graph, const State* state, std::vector<std::string>* report) {
   bool changed = false;
-  for (Graph* g : every_graph(graph)) {
-    // A rewritten write may have been the reason why another value carries a gradient: repeat until nothing changes.
-    while (true) {
-      std::vector<std::string> notes;
-      const bool again = Functionaliser(*g, state, report ? &notes : nullptr).run();
-      changed = changed || again;
-      if (again) continue;
-      if (report) report->insert(report->end(), notes.begin(), notes.end());
-      break;
+  // A rewritten write may have been the reason why another value carries a gradient: repeat until nothing changes.
+  while (true) {
+    std::vector<std::string> notes;
+    if (Functionaliser(graph, state, report ? &notes : nullptr).run()) {
+      changed = true;
+      continue;
     }
+    if (report) report->insert(report->end(), notes.begin(), notes.end());
+    return changed;
   }
-  return changed;
 }
 
 bool functionalise(GraphModule& module, std::vector<std::string>* report) {

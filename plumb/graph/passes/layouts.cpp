@@ -6,8 +6,7 @@
 #include <unordered_set>
 
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -83,7 +82,9 @@ bool restore_layout(Graph& graph, Node* node) {
   return true;
 }
 
-bool keep_in(Graph& graph) {
+}  // namespace
+
+bool keep_views_working(Graph& graph) {
   std::unordered_set<const Value*> moved;
   std::vector<Node*> readers;
   for (Node* node : graph.nodes()) {
@@ -117,14 +118,6 @@ bool keep_in(Graph& graph) {
     made->result()->rename(name);
     changed = true;
   }
-  return changed;
-}
-
-}  // namespace
-
-bool keep_views_working(Graph& graph) {
-  bool changed = false;
-  for (Graph* g : every_graph(graph)) changed |= keep_in(*g);
   return changed;
 }
 

@@ -19,22 +19,18 @@ namespace plumb {
 inline GraphModule module_of(Graph graph) {
   State state;
   at::manual_seed(7);
-  std::vector<Graph*> todo{&graph};
-  for (size_t i = 0; i < todo.size(); ++i) {
-    for (Node* node : todo[i]->nodes()) {
-      if (node->subgraph()) todo.push_back(node->subgraph().get());
-      if (node->kind() != NodeKind::GetAttr || state.contains(node->target())) continue;
-      const auto& meta = node->result()->meta();
-      at::Tensor t = meta ? at::empty(meta->sizes, meta->dtype) : at::ones({4, 4});
-      if (meta && at::isFloatingType(meta->dtype)) t.normal_();
-      if (meta && !at::isFloatingType(meta->dtype)) t.zero_();
-      const bool grad = meta && meta->requires_grad;
-      t.set_requires_grad(grad);
-      const AttrKind kind = grad                                     ? AttrKind::Parameter
-                            : node->target().starts_with("constant") ? AttrKind::Constant
-                                                                     : AttrKind::Buffer;
-      state.add({node->target(), kind, t});
-    }
+  for (const Node* node : graph.attributes()) {
+    if (state.contains(node->target())) continue;
+    const auto& meta = node->result()->meta();
+    at::Tensor t = meta ? at::empty(meta->sizes, meta->dtype) : at::ones({4, 4});
+    if (meta && at::isFloatingType(meta->dtype)) t.normal_();
+    if (meta && !at::isFloatingType(meta->dtype)) t.zero_();
+    const bool grad = meta && meta->requires_grad;
+    t.set_requires_grad(grad);
+    const AttrKind kind = grad                                     ? AttrKind::Parameter
+                          : node->target().starts_with("constant") ? AttrKind::Constant
+                                                                   : AttrKind::Buffer;
+    state.add({node->target(), kind, t});
   }
   const size_t n = graph.placeholders().size();
   const size_t outs = graph.output_node() ? graph.output_node()->args().size() : 0;

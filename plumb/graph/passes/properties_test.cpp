@@ -93,7 +93,7 @@ TEST_F(Properties, PassesKeepTheMeaningInAnyOrder) {
 
 TEST_F(Properties, RandomGraphsHaveWhatThePassesLookFor) {
   std::map<std::string, int> changed;
-  size_t writes = 0, nested = 0, views = 0;
+  size_t writes = 0, views = 0;
   for (uint64_t seed = 0; seed < 60; ++seed) {
     for (const char* pass : kPasses) {
       GraphModule module = random_graph(seed);
@@ -102,13 +102,11 @@ TEST_F(Properties, RandomGraphsHaveWhatThePassesLookFor) {
     const GraphModule module = random_graph(seed);
     for (const Node* node : module.graph().nodes()) {
       writes += node->writes();
-      nested += node->kind() == NodeKind::CallModule;
       views += node->is_op("aten::select");
     }
   }
   for (const char* pass : kPasses) EXPECT_GT(changed[pass], 10) << pass;
   EXPECT_GT(writes, 60u);
-  EXPECT_GT(nested, 30u);
   EXPECT_GT(views, 60u);
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <limits>
-#include <unordered_set>
 
 #include "plumb/core/error.h"
 
@@ -44,18 +43,6 @@ double real_option(const PassOptions& options, std::string_view name, double fal
 bool is_used(const Node& node) {
   const auto results = node.results();
   return std::any_of(results.begin(), results.end(), [](const Value* r) { return r->has_uses(); });
-}
-
-std::vector<Graph*> every_graph(Graph& graph) {
-  std::vector<Graph*> found{&graph};
-  std::unordered_set<Graph*> seen{&graph};
-  for (size_t i = 0; i < found.size(); ++i) {
-    for (Node* node : found[i]->nodes()) {
-      if (node->subgraph() && seen.insert(node->subgraph().get()).second) found.push_back(node->subgraph().get());
-    }
-  }
-  std::reverse(found.begin(), found.end());
-  return found;
 }
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// Helpers that every pass needs: options as values, every nested graph once.
+// Helpers that every pass needs: options as values.
 #pragma once
 
 #include <functional>
@@ -16,8 +16,5 @@ double real_option(const PassOptions& options, std::string_view name, double fal
 
 // Returns whether any of the node's results is used.
 bool is_used(const Node& node);
-
-// Returns the graph and every graph nested in it, inner ones first, each once.
-std::vector<Graph*> every_graph(Graph& graph);
 
 }  // namespace plumb

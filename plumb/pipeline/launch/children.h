@@ -9,26 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "plumb/pipeline/launch/descriptor.h"
 #include "plumb/pipeline/launch/launch.h"
 
 namespace plumb {
-
-// A file descriptor that is closed with its owner.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() { close(); }
-  int get() const { return fd_; }
-  void close();
-
- private:
-  int fd_;
-};
 
 // Numbered from 0 as they are started. None outlives this object, nor this process.
 class Children {

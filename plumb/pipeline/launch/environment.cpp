@@ -83,6 +83,8 @@ std::optional<RankEnvironment> discover_ranks(const Variables& read) {
       if (env.rank == 0) env.listening_socket = number(read, "PLUMB_STORE_SOCKET", 0, 1 << 20);
     }
     job = read("TORCHELASTIC_RUN_ID").value_or("");
+    env.starts_again = env.launcher == "torchrun" && !job.empty();
+    env.host = number(read, "GROUP_RANK", 0, kMostRanks, 0);
     if (read("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True") {
       env.launcher_serves_store = true;
       env.store_prefix = "plumb/attempt" + read("TORCHELASTIC_RESTART_COUNT").value_or("0");

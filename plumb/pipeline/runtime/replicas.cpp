@@ -56,6 +56,7 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                     " against ", texts[r].substr(begin, texts[r].find('\n', at) - begin)),
                 "", "make every replica from the same model, weights and schedule");
   }
+  transport_.connect_host(/*may_look=*/false);  // the rank computes meanwhile
   transport_.connect_device();
   for (int r = 0; r < size(); r++) {
     if (r != rank()) peers_.push_back(r);

@@ -5,11 +5,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/profiler.h>
 
+#include <time.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <limits>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "plumb/autograd/recompute/live_bytes.h"
 #include "plumb/autograd/stage_backward.h"
@@ -21,17 +24,45 @@
 namespace plumb {
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-// Returns the time when the stage's device has done what it was asked to.
+// Returns the time when the stage's device has done what it was asked to: of a CPU this thread's processor time.
 double done_by(GraphStage& stage) {
   const auto device = stage.device();
   if (device && !device->is_cpu() && !device->is_meta()) {
     const c10::impl::VirtualGuardImpl guard(device->type());
     guard.synchronizeStream(guard.getStream(*device));
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
-  return now();
+  timespec time{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
+
+// Keeps cores at work in the place of the other ranks: arithmetic on more memory than a core's own caches hold.
+class BusyRanks {
+ public:
+  explicit BusyRanks(int ranks) {
+    const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+    for (int i = 1; i < std::min(ranks, cores); i++) threads_.emplace_back([this] { work(); });
+  }
+  ~BusyRanks() {
+    stop_ = true;
+    for (std::thread& thread : threads_) thread.join();
+  }
+  BusyRanks(const BusyRanks&) = delete;
+
+ private:
+  void work() const {
+    constexpr size_t kAll = size_t{1} << 21, kPart = size_t{1} << 15;  // 8 MiB, 128 KiB
+    std::vector<float> x(kAll, 1.0F), y(kAll, 0.0F);
+    for (size_t begin = 0; !stop_; begin = (begin + kPart) % kAll) {
+      for (int repeat = 0; repeat < 8; repeat++) {
+        for (size_t i = begin; i < begin + kPart; i++) y[i] = 0.5F * y[i] + x[i];
+      }
+    }
+  }
+  std::atomic<bool> stop_ = false;
+  std::vector<std::thread> threads_;
+};
 
 // Puts the buffers and gradients of a pipe's stages, and the random state, back at the end of its scope.
 class PipeStateGuard {
@@ -55,47 +86,118 @@ class PipeStateGuard {
   std::vector<std::unique_ptr<ModuleStateGuard>> guards_;
 };
 
-struct Best {
-  double forward = std::numeric_limits<double>::infinity(), input = forward, weight = forward, full = forward;
-  int64_t activation = 0, held = 0;
+// A stage's measured times, a number a run, and bytes.
+struct Measured {
+  std::vector<double> forward, input, weight, full;
+  int64_t activation = 0, held = 0, working = 0;
 };
 
-struct Ran {
-  Tensors outputs;         // for later stages: memory of their own
-  Tensors handles, grads;  // for the backward
-  double seconds = 0;
-  int64_t activation = 0;
-};
+double least(const std::vector<double>& times) { return *std::ranges::min_element(times); }
 
-Ran run_forward(GraphStage& stage, InputBoundary& boundary, const LiveBytes& meter) {
-  Ran ran;
-  const int64_t before = meter.live();
-  const double begin = done_by(stage);
-  std::optional<CheapRecompute> recompute;
-  if (stage.recompute == Recompute::Cheap) recompute.emplace();
-  Tensors outputs = stage.forward(boundary.inputs());
-  if (recompute) recompute->finish();
-  recompute.reset();
-  ran.seconds = done_by(stage) - begin;
-  int64_t kept = 0;
-  for (auto& out : outputs) {
-    at::Tensor copy;
-    if (out.defined()) {
-      at::NoGradGuard no_grad;
-      copy = out.detach().clone();
+double middle(std::vector<double> times) {
+  const auto at = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::ranges::nth_element(times, at);
+  return *at;
+}
+
+// One microbatch in one stage.
+class Run {
+ public:
+  // Values of other stages are copied, as if they had come in a message. `loss`: of the last stage, or null.
+  Run(const Pipe& pipe, int index, GraphStage& stage, const std::vector<c10::IValue>& inputs,
+      const std::vector<Tensors>& made, const std::function<at::Tensor(const Tensors&)>* loss, LiveBytes& meter)
+      : stage_(stage), meter_(meter), before_(meter.live()) {
+    Tensors values;
+    std::vector<bool> wants;
+    for (const StageInputPort& port : pipe.stage_inputs(index)) {
+      wants.push_back(!port.source.is_model_input());
+      if (port.source.is_model_input()) {
+        const c10::IValue& value = inputs.at(port.source.index);
+        values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
+      } else {
+        const at::Tensor& value = made[port.source.stage][port.source.index];
+        values.push_back(value.defined() ? value.clone() : value);
+      }
+    }
+    boundary_.emplace(values, wants);
+    values.clear();
+    forward(loss);
+  }
+
+  // Each returns its seconds.
+  double forward_seconds() const { return forward_seconds_; }
+  double whole_backward() {
+    return timed([&] { stage_backward(handles_, grads_, *boundary_); });
+  }
+  double input_half() {
+    const int64_t before = meter_.live();
+    const double seconds = timed([&] { half_ = stage_backward_input(handles_, grads_, *boundary_); });
+    int64_t returned = 0;
+    for (const auto& g : half_.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
+    held_ = activation_ + meter_.live() - before - returned;
+    half_.input_grads.clear();
+    return seconds;
+  }
+  double weight_half() {
+    return timed([&] {
+      if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
+    });
+  }
+
+  int64_t activation() const { return activation_; }  // bytes that wait for the backward
+  int64_t held() const { return held_; }              // and after the input half
+  int64_t working() const { return working_; }        // the most that an action took besides what there was before or after
+  Tensors outputs;                                    // for later stages: memory of their own
+
+ private:
+  template <class Function>
+  double timed(const Function& function) {
+    const int64_t before = meter_.live();
+    meter_.restart_peak();
+    const double begin = done_by(stage_);
+    function();
+    const double seconds = done_by(stage_) - begin;
+    working_ = std::max(working_, meter_.peak() - std::max(before, meter_.live()));
+    return seconds;
+  }
+  void forward(const std::function<at::Tensor(const Tensors&)>* loss) {
+    Tensors results;
+    forward_seconds_ = timed([&] {
+      std::optional<CheapRecompute> recompute;
+      if (stage_.recompute == Recompute::Cheap) recompute.emplace();
+      results = stage_.forward(boundary_->inputs());
+      if (recompute) recompute->finish();
+      recompute.reset();
+      if (loss != nullptr) results = {(*loss)(results)};
+    });
+    int64_t kept = 0;
+    for (auto& out : results) {
+      at::Tensor copy;
+      if (out.defined()) {
+        at::NoGradGuard no_grad;
+        copy = out.detach().clone();
+        kept += static_cast<int64_t>(copy.nbytes());
+      }
+      outputs.push_back(copy);
+      if (!out.defined() || !out.requires_grad()) continue;
+      handles_.push_back(backward_handle(out));
+      grads_.push_back(at::ones_like(copy));
       kept += static_cast<int64_t>(copy.nbytes());
     }
-    ran.outputs.push_back(copy);
-    if (!out.defined() || !out.requires_grad()) continue;
-    ran.handles.push_back(backward_handle(out));
-    ran.grads.push_back(at::ones_like(copy));
-    kept += static_cast<int64_t>(copy.nbytes());
+    results.clear();
+    boundary_->release_inputs();
+    activation_ = std::max<int64_t>(0, meter_.live() - before_ - kept);
   }
-  outputs.clear();
-  boundary.release_inputs();
-  ran.activation = std::max<int64_t>(0, meter.live() - before - kept);
-  return ran;
-}
+
+  GraphStage& stage_;
+  LiveBytes& meter_;
+  const int64_t before_;
+  std::optional<InputBoundary> boundary_;
+  Tensors handles_, grads_;  // for the backward
+  InputHalf half_;
+  double forward_seconds_ = 0;
+  int64_t activation_ = 0, held_ = 0, working_ = 0;
+};
 
 double message_seconds(const Pipe& pipe, int stage, const StageCostOptions& options) {
   double bytes = 0;
@@ -114,85 +216,82 @@ double resident_bytes(const Pipe& pipe, int stage, const StageCostOptions& optio
   return bytes;
 }
 
-StageCosts empty_costs() { return {{.forward = {}, .input = {}, .weight = {}, .communication = {}}, {}}; }
+StageCosts empty_costs() { return {{.forward = {}, .input = {}, .weight = {}, .communication = {}}, {}, {}, 0}; }
+
+StageCosts costs_of(const Pipe& pipe, const std::vector<Measured>& measured, const StageCostOptions& options) {
+  StageCosts result = empty_costs();
+  double held = 0, least_sum = 0, middle_sum = 0;
+  for (int s = 0; s < pipe.num_stages(); s++) {
+    const Measured& m = measured[s];
+    result.costs.forward.push_back(least(m.forward));
+    result.costs.input.push_back(least(m.input));
+    result.costs.weight.push_back(least(m.weight));
+    result.costs.full.push_back(least(m.full));
+    for (const auto* times : {&m.forward, &m.input, &m.weight, &m.full}) {
+      least_sum += least(*times);
+      middle_sum += middle(*times);
+    }
+    result.costs.communication.push_back(message_seconds(pipe, s, options));
+    result.costs.activation.push_back(static_cast<double>(m.activation));
+    if (m.activation > 0) held = std::max(held, static_cast<double>(m.held) / static_cast<double>(m.activation));
+    result.resident.push_back(resident_bytes(pipe, s, options));
+    result.working.push_back(static_cast<double>(m.working));
+  }
+  result.costs.held_for_weight = std::clamp(held, 0.0, 1.0);
+  result.spread = least_sum > 0 ? middle_sum / least_sum - 1 : 0;
+  return result;
+}
 
 }  // namespace
 
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs, const StageCostOptions& options) {
   PipeStateGuard state_guard(pipe);
-  const LiveBytes meter;
+  const BusyRanks busy(options.busy_ranks);
+  LiveBytes meter;
   c10::AutoGradMode grad_mode(true);
-  std::vector<Best> best(pipe.num_stages());
+  std::vector<Measured> measured(pipe.num_stages());
   for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
     std::vector<Tensors> made;
     for (int s = 0; s < pipe.num_stages(); s++) {
       GraphStage stage(pipe.stage(s), pipe.table(), s);
-      Tensors values;
-      std::vector<bool> wants;
-      for (const StageInputPort& port : pipe.stage_inputs(s)) {
-        if (port.source.is_model_input()) {
-          const c10::IValue& value = inputs.at(port.source.index);
-          values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
-          wants.push_back(false);
-        } else {
-          values.push_back(made[port.source.stage][port.source.index]);
-          wants.push_back(true);
-        }
-      }
-      Best& b = best[s];
+      if (!options.recompute.empty()) stage.recompute = options.recompute.at(static_cast<size_t>(s));
+      const auto* loss = options.loss && s + 1 == pipe.num_stages() ? &options.loss : nullptr;
+      Measured& m = measured[s];
       {
-        InputBoundary boundary(values, wants);
-        Ran ran = run_forward(stage, boundary, meter);
-        const double begin = done_by(stage);
-        stage_backward(ran.handles, ran.grads, boundary);
-        b.full = std::min(b.full, done_by(stage) - begin);
-        b.forward = std::min(b.forward, ran.seconds);
-        b.activation = std::max(b.activation, ran.activation);
+        Run whole(pipe, s, stage, inputs, made, loss, meter);
+        m.forward.push_back(whole.forward_seconds());
+        m.full.push_back(whole.whole_backward());
+        m.activation = std::max(m.activation, whole.activation());
+        m.working = std::max(m.working, whole.working());
       }
       state_guard.drop_gradients();
-      InputBoundary boundary(values, wants);
-      Ran ran = run_forward(stage, boundary, meter);
-      const int64_t before = meter.live();
-      double begin = done_by(stage);
-      InputHalf half = stage_backward_input(ran.handles, ran.grads, boundary);
-      b.input = std::min(b.input, done_by(stage) - begin);
-      int64_t returned = 0;
-      for (const auto& g : half.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
-      b.held = std::max(b.held, ran.activation + meter.live() - before - returned);
-      half.input_grads.clear();
-      begin = done_by(stage);
-      if (half.deferred.pending()) stage_backward_weight(half.deferred);
-      b.weight = std::min(b.weight, done_by(stage) - begin);
-      b.forward = std::min(b.forward, ran.seconds);
+      Run halves(pipe, s, stage, inputs, made, loss, meter);
+      m.forward.push_back(halves.forward_seconds());
+      m.input.push_back(halves.input_half());
+      m.weight.push_back(halves.weight_half());
+      m.held = std::max(m.held, halves.held());
+      made.push_back(std::move(halves.outputs));
       state_guard.drop_gradients();
-      made.push_back(std::move(ran.outputs));
     }
   }
-  StageCosts result = empty_costs();
-  double held = 0;
-  for (int s = 0; s < pipe.num_stages(); s++) {
-    const Best& b = best[s];
-    result.costs.forward.push_back(b.forward);
-    result.costs.input.push_back(b.input);
-    result.costs.weight.push_back(b.weight);
-    result.costs.full.push_back(b.full);
-    result.costs.communication.push_back(message_seconds(pipe, s, options));
-    result.costs.activation.push_back(static_cast<double>(b.activation));
-    if (b.activation > 0) held = std::max(held, static_cast<double>(b.held) / static_cast<double>(b.activation));
-    result.resident.push_back(resident_bytes(pipe, s, options));
-  }
-  result.costs.held_for_weight = std::clamp(held, 0.0, 1.0);
-  return result;
+  return costs_of(pipe, measured, options);
 }
 
 StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
   StageCosts result = empty_costs();
   for (int s = 0; s < pipe.num_stages(); s++) {
     const GraphCost cost = estimate_cost(*pipe.stage(s), {}, options.machine);
-    double bytes = 0;
+    double bytes = 0, loss = 0;
     for (const NodeCost& node : cost.nodes) bytes += static_cast<double>(node.output_bytes);
-    result.costs.forward.push_back(cost.forward());
-    result.costs.input.push_back(cost.backward() / 2);
+    if (options.loss && s + 1 == pipe.num_stages()) {
+      // It reads the outputs about three times forward, and as often backward; it keeps one copy.
+      double outputs = 0;
+      for (const StageOutputPort& port : pipe.stage_outputs(s)) outputs += static_cast<double>(bytes_of(port.meta));
+      loss = 3 * outputs / options.machine.bytes_per_second;
+      bytes += outputs;
+    }
+    result.costs.forward.push_back(cost.forward() + loss);
+    result.costs.input.push_back(cost.backward() / 2 + loss);
     result.costs.weight.push_back(cost.backward() / 2);
     result.costs.communication.push_back(message_seconds(pipe, s, options));
     result.costs.activation.push_back(bytes);

@@ -1,16 +1,22 @@
 // The costs of a cut graph's stages, measured by running them, for the comparison of schedules.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "plumb/partition/cost.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/pipeline/runtime/stage.h"
 #include "plumb/schedule/compare.h"
 
 namespace plumb {
 
 struct StageCostOptions {
-  int repeats = 5;  // the fastest of this many runs counts
+  int repeats = 5;     // the least of so many runs counts
+  int busy_ranks = 1;  // so many cores are at work meanwhile, as in a run: memory and clock are shared
+  // The loss, of the model's outputs; none: the gradients of all outputs are ones.
+  std::function<at::Tensor(const Tensors& outputs)> loss = {};
+  std::vector<Recompute> recompute = {};  // by stage; empty: cheap
   // Cost of a message between ranks: seconds, and bytes in a second.
   double seconds_per_message = 5e-5;
   double bytes_per_second = 2e9;
@@ -20,7 +26,9 @@ struct StageCostOptions {
 };
 
 // Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Every stage runs on
-// its inputs in a run of all, forwards, whole backwards and both halves. Activations are what a stage holds from its
+// its inputs in a run of all, forwards, whole backwards and both halves. Seconds are processor time of the thread that
+// runs a stage, so that another load on the machine does not count; on a device that is no CPU they are the clock's.
+// Activations are what a stage holds from its
 // forward to its backward; Costs::held_for_weight is the largest share of it that any stage holds after the input half.
 // State, gradients and the random generator are left as they were. Throws what a stage throws.
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs,

@@ -96,6 +96,7 @@ StepRunner::StepRunner(PipeTable layout, const Schedule& schedule,
       runner_(make_setup(std::move(layout), schedule, functions, std::move(options), transport_), functions),
       setup_(runner_.setup),
       actions_(runner_, transport_) {
+  transport_.connect_host(/*may_look=*/true);
   std::map<int, std::vector<NamedTensor>> parameters, buffers;
   for (const auto& [index, function] : functions) parameters[index] = function->parameters();
   shared_ = find_shared_parameters(setup_.layout, parameters, transport_);

@@ -11,6 +11,7 @@
 #include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
+#include "plumb/pipeline/transport/listen.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"
 
 namespace plumb {
@@ -50,7 +51,8 @@ std::shared_ptr<::gloo::transport::Device> make_device(const std::string& master
   }
   if (is_loopback(master)) return Gloo::createDeviceForHostname("127.0.0.1");
   if (auto name = process_variable("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*name);
-  return Gloo::createDefaultDevice();
+  const std::string own = master.empty() ? "" : address_towards(master);
+  return own.empty() ? Gloo::createDefaultDevice() : Gloo::createDeviceForHostname(own);
 }
 
 }  // namespace

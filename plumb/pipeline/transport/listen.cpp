@@ -49,4 +49,24 @@ int listen_at(const std::string& address, int& port) {
               system_remedy(reason, "choose another port"));
 }
 
+std::string address_towards(const std::string& other) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (::getaddrinfo(other.c_str(), "9", &hints, &found) != 0) return "";
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, &::freeaddrinfo);
+  for (const addrinfo* each = found; each; each = each->ai_next) {
+    const int fd = ::socket(each->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    sockaddr_storage own{};
+    socklen_t length = sizeof own;
+    auto* generic = reinterpret_cast<sockaddr*>(&own);
+    char text[NI_MAXHOST] = "";
+    const bool known = ::connect(fd, each->ai_addr, each->ai_addrlen) == 0 && ::getsockname(fd, generic, &length) == 0 &&
+                       ::getnameinfo(generic, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
+    ::close(fd);
+    if (known) return text;
+  }
+  return "";
+}
+
 }  // namespace plumb

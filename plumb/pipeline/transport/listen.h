@@ -1,4 +1,4 @@
-// Sockets that listen at a given address.
+// Addresses of this host: sockets that listen at a given one, and the one that other hosts see.
 #pragma once
 
 #include <string>
@@ -9,5 +9,9 @@ namespace plumb {
 // name other than localhost, which may mean another address to other hosts, or is none of this host's (a router's in
 // front of it). Throws Error(Communication) if the port is taken.
 int listen_at(const std::string& address, int& port);
+
+// Returns this host's own address on the way to another host; no packet is sent. "" if there is no way, or the other
+// has no address.
+std::string address_towards(const std::string& other);
 
 }  // namespace plumb

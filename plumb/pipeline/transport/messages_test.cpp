@@ -289,7 +289,8 @@ class Liar {
     const auto model = test_model("skip", 2);
     const auto schedule = make_schedule("1F1B", 2, 4);
     transport_.exchange(model.layout.text() + to_csv(compute_only(schedule)));
-    transport_.exchange("[]");  // its parameters
+    for (int i : {0, 1}) transport_.exchange("");  // on a host of its own
+    transport_.exchange("[]");                     // its parameters
     transport_.exchange("{}");  // and their values
     const RunPlan plan = plan_run(schedule, connect_stages(model.layout), 1, {});
     transport_.begin_step(plan.messages);
@@ -356,7 +357,7 @@ class Liar {
   static wire::Prologue prologue() {
     wire::Prologue p;
     p.kind = MessageKind::Gradient;
-    p.step = 3;  // after three exchanges
+    p.step = 5;  // after the exchanges
     p.from = 1;
     p.to = 0;
     p.microbatch = 0;
@@ -400,7 +401,7 @@ TEST_P(ALiar, IsNamedWithStageMicrobatchDirectionAndRemedy) {
   EXPECT_EQ(run.result.processes[0].signal, 0) << run.errors[0];
   EXPECT_EQ(run.result.processes[0].exit_code, 1);
   EXPECT_THAT(run.errors[0], AllOf(HasSubstr("rank 0 at 0B0"), HasSubstr("from rank 1"),
-                                   HasSubstr("1SEND_B0 (gradient from stage 1 for stage 0, microbatch 0) of step 3"),
+                                   HasSubstr("1SEND_B0 (gradient from stage 1 for stage 0, microbatch 0) of step 5"),
                                    HasSubstr(GetParam().said), HasSubstr("try: ")));
   EXPECT_LT(run.seconds, 40) << "noticed at once, not by a time-out";
 }

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -32,6 +33,7 @@ struct ProcessGroup::State {
   c10::intrusive_ptr<c10d::Backend> device_backend;
   c10::Device device = c10::kCPU;
   int tag_ranges = 0;                  // handed out to transports
+  std::shared_ptr<std::atomic<int>> waiting = std::make_shared<std::atomic<int>>(0);  // threads, for messages
   std::optional<std::string> failure;  // a peer is lost: no more messages
 };
 
@@ -188,10 +190,13 @@ std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout
 std::optional<c10::Device> ProcessGroup::device() const {
   return state_->device_backend ? std::optional(state_->device) : std::nullopt;
 }
+bool ProcessGroup::shares_memory() const { return state_->options.share_memory; }
 const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const { return state_->backend; }
 const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::device_backend() const { return state_->device_backend; }
 const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const { return state_->store; }
 bool ProcessGroup::launcher_serves_store() const { return state_->env.launcher_serves_store; }
+bool ProcessGroup::is_waiting() const { return state_->waiting->load(std::memory_order_relaxed) > 0; }
+void ProcessGroup::count_waiting(int more) const { state_->waiting->fetch_add(more, std::memory_order_relaxed); }
 int ProcessGroup::take_tag_range() const { return state_->tag_ranges++; }
 const std::string* ProcessGroup::failure() const { return state_->failure ? &*state_->failure : nullptr; }
 void ProcessGroup::set_failure(const std::string& why) const { state_->failure = why; }

@@ -39,6 +39,8 @@ class ProcessGroup {
   std::optional<c10::Device> device() const;
 
   // --- for messages (transport.h, broadcast.h) ---
+  // Returns GlooOptions::share_memory.
+  bool shares_memory() const;
   // Null: one process alone.
   const c10::intrusive_ptr<c10d::Backend>& backend() const;
   // Returns the backend that values on device() go through. Null: all values are staged through backend().
@@ -46,6 +48,10 @@ class ProcessGroup {
   // Carries error texts between ranks. May be null.
   const c10::intrusive_ptr<c10d::Store>& store() const;
   bool launcher_serves_store() const;
+  // Returns whether a thread of this rank waits for a message of the group.
+  bool is_waiting() const;
+  // Called with 1 when a thread begins to wait for a message, with -1 afterwards.
+  void count_waiting(int more) const;
   // Returns another number for each caller.
   int take_tag_range() const;
   // Returns why the group takes no more messages: a peer is lost. Null: it takes some.
@@ -69,11 +75,13 @@ class ProcessGroup {
 struct GlooOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   // The host name, address or network interface ("eth0") to listen on. Empty: loopback if the master is on loopback,
-  // GLOO_SOCKET_IFNAME if set, else what this host's name resolves to.
+  // GLOO_SOCKET_IFNAME if set, else this host's address on the way to the master.
   std::string interface;
   // Runs Gloo's own threads under SCHED_BATCH: a woken thread then does not take the core from the one that computes,
   // which halves a message's cost on busy cores. The calling thread keeps its own policy.
   bool batch_threads = true;
+  // Sends short messages to ranks of this host through memory that both hold (host_rings.h).
+  bool share_memory = true;
   // The device that this rank computes on. Its values travel through the backend registered for it, if there is one.
   std::optional<c10::Device> device;
 };

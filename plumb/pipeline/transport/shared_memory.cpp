@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -67,8 +68,10 @@ char* SharedMemory::grow(std::int64_t bytes) {
   Held& held = *held_;
   if (bytes <= held.size) return held.at;
   const std::string what = str(bytes, " bytes of memory that processes share cannot be had");
-  // Taken now, not when they are written to: then there would be a signal.
-  if (const int reason = ::posix_fallocate(held.descriptor, 0, bytes); reason != 0)
+  rlimit limit{};  // beyond it there would be a signal
+  const bool within = ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || static_cast<rlim_t>(bytes) <= limit.rlim_cur;
+  // Taken now, not when they are written to: then there would be a signal, too.
+  if (const int reason = within ? ::posix_fallocate(held.descriptor, 0, bytes) : EFBIG; reason != 0)
     fail(ErrorKind::CannotWrite, what, reason, "end other programs, or raise the limits of memory and file sizes");
   void* at = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, held.descriptor, 0);
   if (at == MAP_FAILED) fail(ErrorKind::CannotWrite, what, errno, "");

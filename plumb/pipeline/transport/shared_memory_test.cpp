@@ -63,12 +63,10 @@ TEST(SharedMemory, GrowsUnderThoseWhoHoldIt) {
 TEST(SharedMemory, BeyondALimitIsAnErrorThatSaysSo) {
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  const auto signal_before = ::signal(SIGXFSZ, SIG_IGN);
   const rlimit small{4096, before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
   const Error error = error_of([] { SharedMemory().grow(1 << 20); });
   ::setrlimit(RLIMIT_FSIZE, &before);
-  ::signal(SIGXFSZ, signal_before);
   EXPECT_EQ(error.kind(), ErrorKind::CannotWrite);
   EXPECT_THAT(error.remedy(), HasSubstr("limits of memory and file sizes"));
 }

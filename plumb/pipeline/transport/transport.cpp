@@ -4,11 +4,13 @@
 #include <ATen/DeviceAccelerator.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
+#include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"
 #include "plumb/pipeline/transport/transport_state.h"
 
@@ -27,6 +29,12 @@ Route* route_in(Routes& routes, const PlannedMessage& m) {
   auto& route = routes[{m.id.kind, m.id.from, m.id.to, m.peer}];
   route.size_class = wire::size_class(route.largest);
   return &route;
+}
+
+// Returns how many ranks the launcher has started on this host, those of other groups included; 0: it does not say.
+int started_here() {
+  const auto text = process_variable("LOCAL_WORLD_SIZE").value_or("");
+  return std::atoi(text.c_str());
 }
 
 }  // namespace
@@ -77,17 +85,57 @@ Posted Transport::State::post_send(at::Tensor buffer, int peer, int tag) {
 void Transport::State::post_ahead(int peer, size_t needed) {
   auto& in = incoming[peer];
   std::int64_t bytes = 0;
-  for (size_t i = in.received; i < in.num_posted; i++) bytes += receive_routes[in.order[i]]->capacity();
+  for (size_t i = in.received; i < in.num_posted; i++) {
+    if (!receive_by_ring[in.order[i]]) bytes += receive_routes[in.order[i]]->capacity();
+  }
   while (in.num_posted < in.order.size()) {
     const size_t ahead = in.num_posted - std::min(in.num_posted, needed);
     const Route& route = *receive_routes[in.order[in.num_posted]];
     const auto capacity = route.capacity();
+    if (receive_by_ring[in.order[in.num_posted]]) {
+      in.num_posted++;
+      continue;
+    }
     if (in.num_posted > needed && (ahead >= kMostAhead || (ahead >= kLeastAhead && bytes + capacity > kBytesAhead))) {
       break;
     }
     bytes += capacity;
     in.posted[in.num_posted] = post_receive(byte_buffer(capacity), peer, tags.message(route.size_class));
     in.num_posted++;
+  }
+}
+
+void Transport::State::send_first(at::Tensor buffer, int index, std::vector<Posted>& parts) {
+  const int peer = plan->sends[index].peer;
+  if (send_by_ring[index]) {
+    rings->send(peer, buffer, group.timeout(), [this] { return waits.interrupted(); });
+  } else {
+    parts.push_back(post_send(std::move(buffer), peer, tags.message(send_routes[index]->size_class)));
+  }
+}
+
+void Transport::State::empty_ring(int peer) {
+  if (!rings || !rings->has(peer)) return;
+  auto& in = incoming[peer];
+  while (true) {
+    while (in.next_of_ring < in.order.size() && !receive_by_ring[in.order[in.next_of_ring]]) in.next_of_ring++;
+    if (in.next_of_ring == in.order.size()) return;  // what follows is of the next step
+    in.posted[in.next_of_ring].buffer = rings->take(peer);
+    if (!in.posted[in.next_of_ring].buffer.defined()) return;
+    in.next_of_ring++;
+  }
+}
+
+void Transport::State::come_by_ring(const PlannedMessage& message, size_t position, const std::string& action) {
+  const auto& place = incoming[message.peer].posted[position].buffer;
+  while (true) {
+    try {
+      empty_ring(message.peer);
+    } catch (const Error& e) {
+      raise_wrong(message, action, e.message(), e.remedy());
+    }
+    if (place.defined()) return;
+    rings->wait(message.peer, group.timeout(), [this] { return waits.interrupted(); });
   }
 }
 
@@ -112,6 +160,36 @@ Transport::~Transport() {
 }
 
 const ProcessGroup& Transport::group() const { return state_->group; }
+
+// An end that cannot open the other's memory says so, and both stay with Gloo.
+void Transport::connect_host(bool may_look) {
+  auto& s = *state_;
+  const int size = s.group.size();
+  if (size == 1) return;
+  std::unique_ptr<HostRings> rings;
+  if (s.group.shares_memory()) {
+    try {
+      rings = std::make_unique<HostRings>(s.group.rank(), size);
+    } catch (const Error&) {
+      // The system gives none.
+    }
+  }
+  const auto addresses = exchange(rings ? rings->address() : "");
+  std::string opened(size, '0');
+  for (int peer = 0; peer < size; peer++) {
+    if (rings && peer != s.group.rank() && rings->open(peer, addresses[peer])) opened[peer] = '1';
+  }
+  const auto all_opened = exchange(opened);
+  int here = 1;
+  for (int peer = 0; rings && peer < size; peer++) {
+    const std::string& theirs = all_opened[peer];
+    if (theirs.size() != opened.size() || theirs[s.group.rank()] != '1') rings->close(peer);
+    here += rings->has(peer) ? 1 : 0;
+  }
+  if (rings && may_look) rings->look_first(std::max(here, started_here()));
+  s.rings = std::move(rings);
+}
+
 void Transport::connect_device() { DirectMessages::connect(state_->group); }
 std::int64_t Transport::grown() const { return state_->grown; }
 std::int64_t Transport::sent() const { return state_->sent; }
@@ -160,23 +238,30 @@ void Transport::begin_step(const MessagePlan& plan) {
   if (s.direct_messages) s.direct_messages->begin_step(plan);
   s.receive_routes.clear();
   s.send_routes.clear();
+  s.receive_by_ring.clear();
+  s.send_by_ring.clear();
+  const auto by_ring = [&s](auto& end, int peer, const Route& route) {
+    return s.rings && s.rings->has(peer) && end.ring.take(route.capacity());
+  };
   for (size_t i = 0; i < plan.receives.size(); i++) {
     const auto& m = plan.receives[i];
     auto& in = s.incoming.at(m.peer);
     s.position[i] = static_cast<int>(in.order.size());
     in.order.push_back(static_cast<int>(i));
+    in.posted.emplace_back();
+    in.done.push_back(0);
     s.receive_routes.push_back(route_in(s.routes_in, m));
+    s.receive_by_ring.push_back(by_ring(in, m.peer, *s.receive_routes[i]));
   }
   for (size_t i = 0; i < plan.sends.size(); i++) {
     const auto& m = plan.sends[i];
-    s.outgoing.at(m.peer).order.push_back(static_cast<int>(i));
+    auto& out = s.outgoing.at(m.peer);
+    out.order.push_back(static_cast<int>(i));
     s.send_routes.push_back(route_in(s.routes_out, m));
+    s.send_by_ring.push_back(by_ring(out, m.peer, *s.send_routes[i]));
   }
   for (int peer = 0; peer < s.group.size(); peer++) {
-    auto& in = s.incoming[peer];
-    in.posted.resize(in.order.size());
-    in.done.resize(in.order.size());
-    if (in.order.empty()) continue;
+    if (s.incoming[peer].order.empty()) continue;
     try {
       s.post_ahead(peer, 0);
     } catch (const std::exception& e) {
@@ -207,16 +292,15 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes, direct);
   try {
     std::vector<Posted> parts;
-    const int tag = s.tags.message(route.size_class);
     if (bytes <= route.capacity()) {
-      parts.push_back(s.post_send(std::move(buffer), m.peer, tag));
+      s.send_first(std::move(buffer), index, parts);
     } else {
       p.content = Content::Grow;
       p.total_bytes = bytes;
       wire::seal(p);
       auto header = byte_buffer(sizeof p);
       std::memcpy(header.data_ptr(), &p, sizeof p);
-      parts.push_back(s.post_send(std::move(header), m.peer, tag));
+      s.send_first(std::move(header), index, parts);
       const int second_tag = s.tags.second_part(wire::size_class(bytes), static_cast<int>(out.num_sent));
       parts.push_back(s.post_send(std::move(buffer), m.peer, second_tag));
       s.grown++;
@@ -259,7 +343,9 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
 bool Transport::State::has_arrived(int index) {
   auto& in = incoming[plan->receives.at(index).peer];
   const auto at = static_cast<size_t>(position[index]);
-  return at < in.num_posted && in.posted[at].work->isCompleted();
+  if (!receive_by_ring[index]) return at < in.num_posted && in.posted[at].work->isCompleted();
+  empty_ring(plan->receives[index].peer);
+  return in.posted[at].buffer.defined();
 }
 
 void Transport::State::come(int index, const std::string& action) {
@@ -270,7 +356,7 @@ void Transport::State::come(int index, const std::string& action) {
   const auto at = static_cast<size_t>(position[index]);
   try {
     post_ahead(m.peer, at);
-    wait(in.posted[at]);
+    receive_by_ring[index] ? come_by_ring(m, at, action) : wait(in.posted[at]);
     c.message = std::move(in.posted[at]);
     in.posted[at] = {};
     c.prologue = read_agreed(c.message.buffer, m, action);

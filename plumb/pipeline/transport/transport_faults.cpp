@@ -83,10 +83,16 @@ void Transport::State::keep_buffers() {
 }
 
 // Returns an error message of any peer that has arrived, in a buffer posted for something else.
-std::optional<Cause> Transport::State::find_told() const {
+std::optional<Cause> Transport::State::find_told() {
   std::atomic_thread_fence(std::memory_order_acquire);
-  for (const auto& in : incoming) {
-    for (size_t i = in.received; i < in.num_posted; i++) {
+  for (int peer = 0; peer < group.size(); peer++) {
+    auto& in = incoming[peer];
+    try {
+      empty_ring(peer);
+    } catch (const Error&) {
+      // It holds no messages.
+    }
+    for (size_t i = in.received; i < in.posted.size(); i++) {
       if (!in.posted[i].buffer.defined()) continue;
       if (auto told = told_cause(in.posted[i].buffer)) return told;
     }
@@ -161,7 +167,11 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
       auto buffer = at::zeros({wire::class_bytes(0)}, at::kByte);
       std::memcpy(buffer.data_ptr(), &p, sizeof p);
       std::memcpy(static_cast<char*>(buffer.data_ptr()) + sizeof p, cause.data(), p.total_bytes);
-      sent.push_back(post_send(buffer, peer, tags.message(route.size_class)));
+      if (send_by_ring[out.order[out.num_sent]]) {
+        rings->try_send(peer, buffer);
+      } else {
+        sent.push_back(post_send(buffer, peer, tags.message(route.size_class)));
+      }
     } catch (const std::exception&) {
       // That peer is gone as well.
     }

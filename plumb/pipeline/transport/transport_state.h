@@ -11,6 +11,7 @@
 #include "plumb/pipeline/transport/direct_messages.h"
 #include "plumb/pipeline/transport/failure_store.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
+#include "plumb/pipeline/transport/host_rings.h"
 #include "plumb/pipeline/transport/interruptible_wait.h"
 #include "plumb/pipeline/transport/message_tags.h"
 #include "plumb/pipeline/transport/transport.h"
@@ -26,6 +27,21 @@ inline wire::Prologue read_prologue(const at::Tensor& buffer) {
   return p;
 }
 
+// A step's share of the ring between two ranks. It is half of the ring: the sender may be a step ahead.
+class RingShare {
+ public:
+  // Returns whether a message in a buffer of `capacity` bytes goes through the ring. Both ends ask for all messages of
+  // the step in order, so their replies are alike.
+  bool take(std::int64_t capacity) {
+    if (capacity > HostRings::kLongest || taken_ + HostRings::taken_by(capacity) > HostRings::kBytes / 2) return false;
+    taken_ += HostRings::taken_by(capacity);
+    return true;
+  }
+
+ private:
+  std::int64_t taken_ = 0;
+};
+
 struct Posted {
   at::Tensor buffer;
   c10::intrusive_ptr<c10d::Work> work;
@@ -38,6 +54,8 @@ struct Incoming {
   size_t num_posted = 0;
   std::vector<char> done;      // by position: received and read
   std::uint32_t received = 0;  // all positions before this one are done
+  RingShare ring;
+  size_t next_of_ring = 0;  // the position from which on the next message of the ring has its own
 };
 
 struct Outgoing {
@@ -45,6 +63,7 @@ struct Outgoing {
   size_t num_sent = 0;
   std::deque<std::vector<Posted>> in_flight;  // the parts of each message
   size_t num_done = 0;
+  RingShare ring;
 };
 
 struct Route {
@@ -73,12 +92,14 @@ struct Transport::State {
   std::vector<int> position;  // of each receive in its peer's order
   Routes routes_in, routes_out;
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
+  std::vector<char> receive_by_ring, send_by_ring;  // likewise: whether the first part goes through the ring
   std::vector<Came> came;                           // by index in the plan
   std::int64_t grown = 0, sent = 0;
   bool told = false;
   InterruptibleWait waits;
   FailureStore failures;
   std::unique_ptr<DirectMessages> direct_messages;  // null: the group has no device
+  std::unique_ptr<HostRings> rings;                 // null: all messages go through Gloo
 
   explicit State(ProcessGroup g);
 
@@ -88,7 +109,17 @@ struct Transport::State {
   // Null: no value of this step travels on its device.
   DirectMessages* direct() const { return plan != nullptr && !plan->order.empty() ? direct_messages.get() : nullptr; }
 
-  void wait(const Posted& posted) { waits.wait(posted.work, group.timeout()); }
+  void wait(const Posted& posted) {
+    group.count_waiting(1);
+    const auto ended = c10::make_scope_exit([this] { group.count_waiting(-1); });
+    waits.wait(posted.work, group.timeout());
+  }
+  // Sends the first part of a message.
+  void send_first(at::Tensor buffer, int index, std::vector<Posted>& parts);
+  // Takes the messages of this step that have come through the peer's ring to their places.
+  void empty_ring(int peer);
+  // Waits for the message at a place that comes through the ring.
+  void come_by_ring(const PlannedMessage& message, size_t position, const std::string& action);
   Posted post_receive(at::Tensor buffer, int peer, int tag);
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.
@@ -124,7 +155,7 @@ struct Transport::State {
  private:
   void make_direct(int index, const std::string& action);
   void keep_buffers();
-  std::optional<Cause> find_told() const;
+  std::optional<Cause> find_told();
 };
 
 }  // namespace plumb

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/rules.h"

@@ -9,7 +9,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
 #include "plumb/transforms/scale/recurrent.h"
@@ -166,7 +166,6 @@ void FoldEquations::relate(Node* node) {
     case NodeKind::Placeholder: return;
     case NodeKind::GetAttr: return relate_attribute(node);
     case NodeKind::Output: return keep_all(node);
-    case NodeKind::CallModule: return leave_alone(node, "a nested graph: fold the model before it is cut");
     case NodeKind::CallFunction: break;
   }
   const auto relation = factor_relation(node, module_.state());
@@ -208,7 +207,7 @@ void FoldEquations::relate_attribute(Node* node) {
 
 void FoldEquations::leave_alone(Node* node, const std::string& why) {
   keep_all(node);
-  if (node->kind() == NodeKind::CallModule || node->op_name().starts_with("plumb::"))
+  if (node->op_name().starts_with("plumb::"))
     report_.add(ReportKind::LeftAlone, node, node->target(), "", why);
 }
 

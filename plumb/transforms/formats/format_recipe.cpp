@@ -11,7 +11,7 @@
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/numerics/format.h"
 #include "plumb/scaling/fp8_recipes.h"
@@ -254,12 +254,10 @@ bool scale_gradients(GraphModule& module, double scale) {
   if (scale == 1) return false;
   Graph& graph = module.graph();
   bool changed = false;
-  for (Graph* each : every_graph(graph)) {
-    for (Node* node : each->attributes()) {
-      const Attr* attr = module.state().find(node->target());
-      if (attr == nullptr || attr->kind != AttrKind::Parameter || !attr->tensor.is_floating_point()) continue;
-      changed |= scale_gradient_of(*each, node, 1 / scale);
-    }
+  for (Node* node : graph.attributes()) {
+    const Attr* attr = module.state().find(node->target());
+    if (attr == nullptr || attr->kind != AttrKind::Parameter || !attr->tensor.is_floating_point()) continue;
+    changed |= scale_gradient_of(graph, node, 1 / scale);
   }
   for (Node* node : graph.placeholders()) {
     if (node->result()->is_tensor() && may_be_float(node->result(), module.state()))

@@ -6,7 +6,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
 #include "plumb/transforms/operands.h"
@@ -56,10 +56,6 @@ class Simulator {
   bool run() {
     bool changed = take_recurrent_apart();
     for (Node* node : graph_.nodes()) {
-      if (node->kind() == NodeKind::CallModule) {
-        report_.add(ReportKind::LeftAlone, node, node->target(), "",
-                    "a nested graph: transform the model before it is cut");
-      }
       if (!node->is_call()) continue;
       if (node->writes()) last_write_ = node;
       if (auto why = hidden_product(node)) {

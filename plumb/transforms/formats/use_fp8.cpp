@@ -8,7 +8,7 @@
 #include <variant>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/scaling/fp8.h"

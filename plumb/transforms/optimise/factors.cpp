@@ -3,7 +3,7 @@
 #include <cmath>
 #include <string_view>
 
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/transforms/operands.h"

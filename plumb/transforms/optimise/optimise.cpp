@@ -30,7 +30,7 @@ std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
   std::unordered_map<const Node*, size_t> writes;
   size_t count = 0;
   for (const Node* node : graph.nodes()) {
-    const bool writes_memory = (node->is_call() && node->writes()) || node->kind() == NodeKind::CallModule;
+    const bool writes_memory = node->is_call() && node->writes();
     count += writes_memory ? 1 : 0;
     writes[node] = count;
     count += writes_memory ? 1 : 0;

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "plumb/graph/operator_facts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/operands.h"
 
 namespace plumb {

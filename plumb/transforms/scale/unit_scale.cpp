@@ -70,7 +70,7 @@ class UnitScaler {
   // the stages look for. The last bits may change: every operator changes anyway.
   void prepare() {
     changed_ |= erase_identities(graph_);
-    changed_ |= find_pass("raise").run(module_, {{"inexact", "true"}}, nullptr);
+    changed_ |= find_pass("fuse_patterns").run(module_, {{"inexact", "true"}}, nullptr);
     changed_ |= find_pass("functionalise").run(module_, {}, nullptr);
   }
 
@@ -208,10 +208,6 @@ class UnitScaler {
   }
 
   void report_without_equivalent(const Node* node) {
-    if (node->kind() == NodeKind::CallModule) {
-      report_.add(ReportKind::LeftAlone, node, node->target(), "", "a nested graph: scale the model before it is cut");
-      return;
-    }
     if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.count(node)) return;
     std::string_view name = node->op_name();
     const bool custom = name == "plumb::python_function";

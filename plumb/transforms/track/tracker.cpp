@@ -13,11 +13,14 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "plumb/autograd/node_handle.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/define_operator.h"
+#include "plumb/numerics/hash.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 
@@ -140,7 +143,11 @@ ScaleTracker::Wanted ScaleTracker::wanted(int64_t slot) const {
 
 void ScaleTracker::clear() {
   std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) slot.fwd = slot.bwd = {};
+  for (Slot& slot : slots_) {
+    slot.fwd = slot.bwd = {};
+    slot.fwd_hashes.clear(), slot.bwd_hashes.clear();
+    slot.runs = 0;
+  }
 }
 
 std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
@@ -155,10 +162,13 @@ std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
   return copy;
 }
 
-void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x) {
+void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x, const RunRows& rows) {
   if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided ||
       at::isTensorSubclassLike(x))
     return;
+  const Wanted wanted = this->wanted(slot);
+  if (wanted.hash || wanted.keep) hash(slot, direction, x, rows, wanted.keep);
+  if (!wanted.metrics) return;
   const MetricsOptions options = options_for(slot);
   const bool together = this->together(slot, direction);
   if (!together && x.is_cpu())
@@ -176,6 +186,43 @@ void ScaleTracker::record(int64_t slot, Direction direction, const TensorMetrics
 
 MetricsOptions ScaleTracker::options_for(int64_t slot) const {
   return {.histogram = options_.histogram || wanted(slot).histogram};
+}
+
+void ScaleTracker::hash(int64_t slot, Direction direction, const at::Tensor& x, const RunRows& rows, bool keep) {
+  Hashing made{rows, hashed_words(x), 0, {}, {}};
+  if (keep)
+    made.kept = x.detach().clone();
+  else if (x.is_cpu())
+    made.hash = hash_of(x);
+  else
+    made.on_device = ops::tensor_hash(x.detach());
+  std::lock_guard lock(mutex_);
+  Slot* s = slot_at(slots_, slot);
+  if (s) (direction == Direction::Forward ? s->fwd_hashes : s->bwd_hashes).push_back(std::move(made));
+}
+
+std::vector<ScaleTracker::Hashed> ScaleTracker::hashes(int64_t slot, Direction direction) const {
+  std::vector<Hashed> out;
+  std::lock_guard lock(mutex_);
+  const Slot* s = slot_at(slots_, slot);
+  if (!s) return out;
+  for (const Hashing& each : direction == Direction::Forward ? s->fwd_hashes : s->bwd_hashes)
+    out.push_back({each.rows, each.words,
+                   each.on_device.defined() ? static_cast<uint64_t>(each.on_device.item<int64_t>()) : each.hash, each.kept});
+  std::ranges::stable_sort(out, {}, [](const Hashed& h) { return h.rows.first; });
+  return out;
+}
+
+RunRows ScaleTracker::next_rows(int64_t slot) {
+  if (const auto rows = running_rows()) return *rows;
+  std::lock_guard lock(mutex_);
+  Slot* s = slot_at(slots_, slot);
+  return {s ? s->runs++ : 0, 0};
+}
+
+bool ScaleTracker::takes_tensors(int64_t slot, Direction direction) const {
+  const Wanted wanted = this->wanted(slot);
+  return together(slot, direction) || wanted.hash || wanted.keep;
 }
 
 bool ScaleTracker::together(int64_t slot, Direction direction) const {
@@ -210,7 +257,9 @@ at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool back
   if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled()) {
     const auto wanted = tracker->wanted(slot);
     if (backward ? wanted.backward : wanted.forward)
-      tracker->record(slot, backward ? ScaleTracker::Direction::Backward : ScaleTracker::Direction::Forward, x);
+      // A traced program runs each way once for each of its forwards.
+      tracker->record(slot, backward ? ScaleTracker::Direction::Backward : ScaleTracker::Direction::Forward, x,
+                      tracker->next_rows(slot));
   }
   return at::empty({0}, x.options());
 }
@@ -223,20 +272,21 @@ void call_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
 }
 
 struct TrackHook : torch::autograd::FunctionPreHook {
-  TrackHook(std::shared_ptr<ScaleTracker> tracker, int64_t slot, uint32_t output)
-      : tracker(std::move(tracker)), slot(slot), output(output) {}
+  TrackHook(std::shared_ptr<ScaleTracker> tracker, int64_t slot, uint32_t output, const RunRows& rows)
+      : tracker(std::move(tracker)), slot(slot), output(output), rows(rows) {}
   variable_list operator()(const variable_list& grads) override {
     if (output >= grads.size() || !grads[output].defined()) return grads;
     if (is_traced(grads[output])) {
       call_traced(grads[output], slot, tracker->id(), true);
     } else {
-      tracker->record(slot, ScaleTracker::Direction::Backward, grads[output]);
+      tracker->record(slot, ScaleTracker::Direction::Backward, grads[output], rows);
     }
     return grads;
   }
   std::shared_ptr<ScaleTracker> tracker;
   int64_t slot;
   uint32_t output;
+  RunRows rows;
 };
 
 // The end of a gradient that nobody asked for.
@@ -245,9 +295,9 @@ struct InputProbe : torch::autograd::Node {
   std::string name() const override { return "plumb::track"; }
 };
 
-void watch(const at::Tensor& x, std::shared_ptr<ScaleTracker> tracker, int64_t slot) {
+void watch(const at::Tensor& x, std::shared_ptr<ScaleTracker> tracker, int64_t slot, const RunRows& rows) {
   const auto output = static_cast<uint32_t>(x.output_nr());
-  x.grad_fn()->add_tensor_pre_hook(std::make_unique<TrackHook>(std::move(tracker), slot, output));
+  x.grad_fn()->add_tensor_pre_hook(std::make_unique<TrackHook>(std::move(tracker), slot, output, rows));
 }
 
 bool watched_already(const at::Tensor& x) {
@@ -260,7 +310,7 @@ bool watched_already(const at::Tensor& x) {
 
 at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
   if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled() && tracker->wanted(slot).forward)
-    tracker->record(slot, ScaleTracker::Direction::Forward, x);
+    tracker->record(slot, ScaleTracker::Direction::Forward, x, tracker->next_rows(slot));
   return x;
 }
 
@@ -270,10 +320,11 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   const bool traced = is_traced(x);
   if (!tracker || (!tracker->enabled() && !traced)) return x;
   const auto wanted = traced ? ScaleTracker::Wanted{} : tracker->wanted(slot);
+  const RunRows rows = traced ? RunRows() : tracker->next_rows(slot);
   if (traced) {
     call_traced(x, slot, id, false);
   } else if (wanted.forward) {
-    tracker->record(slot, ScaleTracker::Direction::Forward, x);
+    tracker->record(slot, ScaleTracker::Direction::Forward, x, rows);
   }
   if (!wanted.backward || !at::GradMode::is_enabled() || !x.is_floating_point() || x.is_inference()) return x;
   const bool input = tracker->is_input(slot);
@@ -281,21 +332,25 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
     if (!input || traced) return x;
     at::Tensor alias = x.detach();
     torch::autograd::set_history(alias, make_node<InputProbe>());
-    watch(alias, std::move(tracker), slot);
+    watch(alias, std::move(tracker), slot, rows);
     return alias;
   }
   if (!input && x.grad_fn() && !watched_already(x)) {
-    watch(x, std::move(tracker), slot);
+    watch(x, std::move(tracker), slot, rows);
     return x;
   }
   // A leaf, the caller's tensor, or one also measured under another name: an alias has a gradient of its own.
   at::Tensor alias = at::alias(x);
-  watch(alias, std::move(tracker), slot);
+  watch(alias, std::move(tracker), slot, rows);
   return alias;
 }
 
 }  // namespace
 
+const RegisterOperators tracker_rows{
+    {"plumb::", "track", {.has_effects = true, .passes_through = true}},
+    {"plumb::", "track_traced", {.has_effects = true}},
+};
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m, "track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)", {}, track, nullptr, track_autograd);
   // Never merged, never done again.

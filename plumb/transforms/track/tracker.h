@@ -13,6 +13,7 @@
 
 #include "plumb/numerics/metrics.h"
 #include "plumb/numerics/metrics_sum.h"
+#include "plumb/tensors/run_rows.h"
 
 namespace plumb {
 
@@ -59,6 +60,9 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   struct Wanted {
     bool forward = true, backward = true;
     bool histogram = false;  // even if the options asked for none
+    bool metrics = true;     // off: hashes at most
+    bool hash = false;       // of every tensor until clear()
+    bool keep = false;       // copies of all of them instead of their hashes
     // All tensors until clear() are measured as one tensor.
     bool forward_together = false, backward_together = false;
   };
@@ -71,20 +75,34 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   std::optional<Metrics::Data> measured(int64_t slot, Direction direction) const;
   // Returns the sums behind measured(), to be added to others'; null where it is not wanted together.
   std::shared_ptr<const MetricsSum> sum(int64_t slot, Direction direction) const;
+  // A tensor's hash, and the rows of the batch that it belongs to. Where nothing says them: the number of the tensor
+  // among those of this slot, and 0 rows.
+  struct Hashed {
+    RunRows rows;
+    int64_t words = 0;
+    uint64_t hash = 0;
+    at::Tensor kept;
+  };
+  // Returns them in the order of forwards; waits for devices.
+  std::vector<Hashed> hashes(int64_t slot, Direction direction) const;
   void clear();
 
   // Returns an empty tracker with the same slots and options.
   std::shared_ptr<ScaleTracker> twin() const;
 
   // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over. A device measures
-  // them itself and is not waited for until the numbers are asked for.
-  void record(int64_t slot, Direction direction, const at::Tensor& x);
+  // them itself and is not waited for until the numbers are asked for. `rows`: those of next_rows() in the forward.
+  void record(int64_t slot, Direction direction, const at::Tensor& x, const RunRows& rows);
+  // Returns the rows that run on this thread now, once for each forward of a slot.
+  RunRows next_rows(int64_t slot);
   // Records what was measured elsewhere, as options_for() says; not for slots wanted together.
   void record(int64_t slot, Direction direction, const TensorMetrics& metrics);
   MetricsOptions options_for(int64_t slot) const;
-  bool together(int64_t slot, Direction direction) const;
+  // Returns whether record() needs the tensor itself: sums of several, and hashes.
+  bool takes_tensors(int64_t slot, Direction direction) const;
 
  private:
+  bool together(int64_t slot, Direction direction) const;
   // The measurements of one direction of a slot: the numbers, or the sum that they are asked of.
   struct Seen {
     bool any = false, together = false;
@@ -92,11 +110,21 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
     std::shared_ptr<MetricsSum> sum;
     Metrics::Data numbers() const { return sum ? Metrics::Data::of(sum->metrics()) : data; }
   };
+  // A hash, a device's as int64 [] there, or a copy.
+  struct Hashing {
+    RunRows rows;
+    int64_t words = 0;
+    uint64_t hash = 0;
+    at::Tensor on_device, kept;
+  };
   struct Slot {
     bool input = false;
     Wanted wanted;
     Seen fwd, bwd;
+    std::vector<Hashing> fwd_hashes, bwd_hashes;
+    int64_t runs = 0;  // forwards whose rows nothing says
   };
+  void hash(int64_t slot, Direction direction, const at::Tensor& x, const RunRows& rows, bool keep);
   explicit ScaleTracker(MetricsOptions options);
   void keep(int64_t slot, Direction direction, Seen seen);
   const int64_t id_;

@@ -140,6 +140,7 @@ class _Forward:
                 self.observer = stack.enter_context(observed())
             stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
             stack.enter_context(torch_patches.module_stack(self.module))
+            stack.enter_context(torch_patches.refused_seeds())
             stack.enter_context(opaque_functions())
             stack.enter_context(torch_patches.higher_order_operators())
             if replace:

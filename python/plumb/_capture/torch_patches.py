@@ -104,6 +104,31 @@ def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def refused_seeds() -> Iterator[None]:
+    """Refuses a forward that sets torch's random state. Torch's own functions may: a checkpoint does."""
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename in (torch.random.__file__, contextlib.__file__) and frame.f_back is not None:
+                frame = frame.f_back  # a fork_rng that was taken before
+            if _C.is_capturing() and kwargs.get("enabled", True) and not frame.f_code.co_filename.startswith(INSIDE):
+                _C.refuse(
+                    f"the forward sets torch's random state ({original.__name__}), and a graph draws from the state that it finds",
+                    "set it before the call; for draws that stay the same keep them in a buffer",
+                )
+            return original(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, torch.random):
+            found = {name: getattr(owner, name, None) for name in ("manual_seed", "seed", "set_rng_state", "fork_rng")}
+            stack.enter_context(patched(owner, **{name: refusing(f) for name, f in found.items() if f is not None}))
+        yield
+
+
 # Libraries with code of their own for graph makers. They branch on tensor values (are all masks ones?), and do not when
 # torch.compiler.is_compiling() says yes.
 _LIBRARIES = ("transformers",)

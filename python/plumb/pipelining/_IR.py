@@ -369,7 +369,8 @@ class CutPipe(Pipe):
     def print_readable(self, print_output: bool = True) -> str:
         """Prints the top graph, what flows between the stages, the backward, and every stage's graph; returns the text."""
         self._sync()
-        text = self._engine.print_readable()
+        backward = [node.format_node() for node in self.split_gm.graph.nodes if node.target is stage_backward]
+        text = "\n".join([self._engine.print_readable(), *backward])
         if print_output:
             print(text)
         return text

@@ -14,6 +14,7 @@ from ._IR import (
     pipeline,
     scatter_stages,
 )
+from ._plan import Plan, plan
 from ._sources import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from .microbatch import TensorChunkSpec
 from .schedules import (
@@ -48,6 +49,7 @@ __all__ = [
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
+    "Plan",
     "Schedule1F1B",
     "ScheduleDualPipe",
     "ScheduleDualPipeV",
@@ -71,6 +73,7 @@ __all__ = [
     "get_schedule_class",
     "pipe_split",
     "pipeline",
+    "plan",
     "scatter_stages",
     "search_schedule",
     "split_into_equal_size",

@@ -4,6 +4,7 @@ from . import utils as utils
 from ._compile import compile as compile
 from ._fold import fold as fold
 from ._passes import PassResult as PassResult
+from ._passes import join_vocabulary as join_vocabulary
 from ._passes import run_passes as run_passes
 from ._report import Report as Report
 from ._report import report as report
@@ -33,6 +34,7 @@ __all__ = [
     "TrackedModule",
     "compile",
     "fold",
+    "join_vocabulary",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",

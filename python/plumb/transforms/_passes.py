@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from torch import Tensor
 
 from .. import _C
 from .._graph_module import GraphModule
@@ -45,7 +48,18 @@ def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None
     had_tags = _show_tags(module)
     done = module._engine.run_passes(list(passes), "" if dump is None else os.fspath(dump))
     module.__dict__["_fx"] = None
+    before = module._slots
     module._register()
+    kept = {name for _, _, name, _ in module._slots}
+    for table, leaf, name, _ in before:
+        if name not in kept:  # a pass has divided it
+            table.pop(leaf, None)
     if _show_tags(module) != had_tags:  # it was unit-scaled, or folded
         (unmark if had_tags else mark_state_dict)(module)
     return [PassResult(*result) for result in done]
+
+
+def join_vocabulary(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state with the parts of each parameter that the pass ``split_vocabulary`` divided as one tensor again,
+    under the name that it had: what the undivided model loads."""
+    return dict(_C.join_vocabulary(list(state.items())))

@@ -26,7 +26,14 @@ class BackendForward(TransformedForward):
     def graph(self) -> Graph:
         """The transformed graph on ``torch.ops``: of what ran last, and before that for the example inputs."""
         if self.last is None:
-            self.prepare(tuple(self.example_inputs or ()), {})
+            try:
+                self.prepare(tuple(self.example_inputs or ()), {})
+            except TypeError as error:  # a backend of apply_transform() is given the first inputs alone
+                raise Error(
+                    f"the example inputs are not all inputs of the graph, which shows itself after its first run: {error}",
+                    kind=ErrorKind.InvalidState,
+                    remedy="run it once",
+                ) from error
         return engine_to_fx(self.last.engine, self.module.training)[0].graph
 
     def prepare(self, args: tuple, kwargs: dict) -> Tuple[CapturedGraph, Any]:

@@ -1,0 +1,124 @@
+// plumb diff: where two runs part.
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "plumb/analysis/diff_page.h"
+#include "plumb/checkpoint/checkpoint.h"
+#include "plumb/cli/commands.h"
+#include "plumb/cli/common.h"
+#include "plumb/cli/progress.h"
+#include "plumb/partition/move.h"
+#include "plumb/recording/module_diff.h"
+
+namespace plumb::cli {
+namespace {
+
+struct DiffArguments {
+  std::string a, b, html, device = "cpu";
+  std::vector<std::string> inputs, replays;
+  double tolerance = 0;
+  bool json = false;
+};
+
+// Every tensor of a checkpoint, the model's first.
+DiffTensors tensors_of(const std::string& folder) {
+  const Checkpoint checkpoint = Checkpoint::open(folder);
+  DiffTensors all;
+  for (const std::string& name : checkpoint.names()) all.emplace_back(name, checkpoint.read(name));
+  for (const std::string& name : checkpoint.optimizer_names()) all.emplace_back(name, checkpoint.read_optimizer(name));
+  return all;
+}
+
+// The newest checkpoint of a run's folder, or the checkpoint itself.
+std::string checkpoint_of(const std::string& folder) {
+  if (std::filesystem::exists(std::filesystem::path(folder) / "checkpoint.json")) return folder;
+  const auto newest = Checkpoint::newest(folder);
+  if (!newest) throw UsageError(folder + ": has no checkpoint", "a checkpoint's folder, or that of a run's checkpoints");
+  return newest->folder();
+}
+
+void move_to(at::Device device, GraphModule& module) {
+  rewrite_devices(module.graph(), device);
+  std::vector<std::pair<std::string, at::Tensor>> moved;
+  for (const Attr& attr : module.state())
+    moved.emplace_back(attr.name, attr.tensor.detach().to(device).set_requires_grad(attr.tensor.requires_grad()));
+  module.set_state(moved);
+}
+
+DiffReport diff_files(const DiffArguments& o, const DiffNames& names, Progress& progress) {
+  Model a = open_model({o.a, "", o.inputs}, progress);
+  const Loaded b = load_with_values(o.b, "");
+  progress.next("running both");
+  if (o.device != "cpu") move_to(at::Device(o.device), b.module());
+  ModuleDiffOptions options{.tolerance = o.tolerance, .names = names};
+  options.loss = [&](const std::vector<c10::IValue>& outputs) { return backward_start(a.module(), outputs); };
+  return diff(a.module(), b.module(), a.inputs, options);
+}
+
+void run_diff(const DiffArguments& o) {
+  const bool files = is_pt2(o.a) && is_pt2(o.b);
+  std::error_code failed;
+  const bool folders = std::filesystem::is_directory(o.a, failed) && std::filesystem::is_directory(o.b, failed);
+  if (is_pt2(o.a) != is_pt2(o.b))
+    throw UsageError(o.a + " and " + o.b + ": are of two kinds", "two histories, two checkpoints or two .pt2 files");
+  if (!files && !o.inputs.empty()) throw UsageError("--input: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
+  if (!o.replays.empty() && (o.replays.size() != 2 || files || folders))
+    throw UsageError("--replays: takes the histories of both runs' step done again", "--replays A_AGAIN B_AGAIN");
+  check_writable("--html", o.html, {o.a, o.b});
+  Progress progress(4, o.json);
+  DiffNames names{o.a, o.b};
+  if (names.a == names.b) names.b += " on " + o.device;
+  DiffReport report;
+  std::string more;
+  if (files) {
+    report = diff_files(o, names, progress);
+  } else if (folders) {
+    report = diff(tensors_of(checkpoint_of(o.a)), tensors_of(checkpoint_of(o.b)), names);
+  } else {
+    progress.next("reading " + o.a);
+    const History a = read_history(o.a), b = read_history(o.b);
+    report = diff(a, b, names);
+    if (!o.replays.empty()) {
+      more = conclude_replays(a, b, read_history(o.replays[0]), read_history(o.replays[1]), names);
+    } else if (report.first && report.first->kind > DiffKind::Gradient) {
+      more = c10::str("To see where in step ", *report.first->step, ": plumb train ... --replay ", *report.first->step,
+                      " --hashes FILE for both runs, then plumb diff of these files.");
+    }
+  }
+  progress.finish();
+  if (o.json) {
+    auto document = report.to_json();
+    if (!o.replays.empty()) document["replays"] = more;
+    std::cout << document.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+  } else {
+    std::cout << report.to_text() << (more.empty() ? "" : more + "\n");
+  }
+  if (o.html.empty()) return;
+  diff_page(report, more).write(o.html);
+  say_wrote(progress, o.html);
+}
+
+}  // namespace
+
+void add_diff(CLI::App& app) {
+  auto o = std::make_shared<DiffArguments>();
+  CLI::App* sub = app.add_subcommand("diff", "Names the first tensor in which two runs differ");
+  sub->add_option("A", o->a, "A history with hashes, a checkpoint's folder, or a .pt2 file")->required();
+  sub->add_option("B", o->b, "Another one of the same kind")->required();
+  sub->add_option("--input", o->inputs, "Of two .pt2 files: as for plumb run");
+  sub->add_option("--device", o->device, "Where the second .pt2 file runs");
+  sub->add_option("--tolerance", o->tolerance, "Relative differences up to this one count as none, between .pt2 files")
+      ->check(CLI::NonNegativeNumber);
+  sub->add_option("--replays", o->replays, "Histories of one step done again by both runs: says which of them was wrong")
+      ->expected(2);
+  sub->add_option("--html", o->html, "An HTML page, with the graph in colors");
+  sub->add_flag("--json", o->json, "Print as JSON");
+  sub->footer(
+      "Example:\n  plumb train gpt.pt2 --data text.bin --hashes a.history\n  plumb train gpt.pt2 --data text.bin "
+      "--stages 2 --hashes b.history\n  plumb diff a.history b.history");
+  sub->callback([o] { run_diff(*o); });
+}
+
+}  // namespace plumb::cli

@@ -1,0 +1,116 @@
+// plumb diff, hashes and replays of trainings, and audits of ranks that are wrong.
+#include "plumb/cli/training_command_testing.h"
+
+namespace {
+
+class Diffs : public Checkpoints {
+ protected:
+  void SetUp() override {
+    Checkpoints::SetUp();
+    for (const auto& entry : fs::directory_iterator(folder()))
+      if (entry.path().filename().string().starts_with("h_")) fs::remove(entry.path());
+  }
+  static std::string four() {
+    return base() + "--microbatches 4 --gradient-groups 2 ";
+  }
+  static Json diff(const std::string& arguments) {
+    const Ended run = plumb("diff --json " + arguments);
+    EXPECT_EQ(run.code, 0) << run.err;
+    return run.code == 0 ? Json::parse(run.out) : Json();
+  }
+};
+
+TEST_F(Diffs, EveryLayoutHasTheSameHashes) {
+  ASSERT_EQ(plumb(four() + "--replay 3 --hashes h_one").code, 0);
+  for (const char* layout : {"--stages 2", "--stages 2 --schedule ZBVZeroBubble", "--data-parallel 2 --microbatches 2",
+                             "--stages 2 --data-parallel 2 --microbatches 2 --schedule Interleaved1F1B"}) {
+    SCOPED_TRACE(layout);
+    SetUp();
+    ASSERT_EQ(plumb(four() + "--replay 3 --hashes h_one").code, 0);
+    ASSERT_EQ(plumb(four() + "--replay 3 --hashes h_other " + layout).code, 0);
+    const Json found = diff("h_one h_other");
+    EXPECT_TRUE(found["equal"].get<bool>()) << found["conclusion"];
+    EXPECT_GT(found["compared"].get<int>(), 100);
+  }
+}
+
+TEST_F(Diffs, TrainingsThatPartAreNamedAndTheirStepIsDoneAgainWhole) {
+  const std::string one = base() + "--microbatches 2 --checkpoint-every 2 --keep-last 0 ", other = one + "--weight-decay 0.2 ";
+  fs::remove_all(folder() / "run2");
+  ASSERT_EQ(plumb(one + "--hashes h_a --checkpoints run").code, 0);
+  ASSERT_EQ(plumb(other + "--hashes h_b --checkpoints run2").code, 0);
+  const Json found = diff("h_a h_b");
+  EXPECT_EQ(found["first"]["step"], 1) << found["conclusion"];
+  EXPECT_EQ(found["first"]["kind"], "after_step");
+  EXPECT_TRUE(diff("h_a h_a")["equal"].get<bool>());
+  // Done again from the checkpoint of step 2, at another layout; nothing else is written.
+  const Ended again = plumb(one + "--checkpoints run --replay 4 --hashes h_a4 --stages 2 --save never.pt2");
+  EXPECT_EQ(values(again, "resumed"), std::vector<double>{2}) << again.err;
+  EXPECT_FALSE(fs::exists(folder() / "never.pt2"));
+  EXPECT_TRUE(diff("h_a h_a4")["equal"].get<bool>());
+  ASSERT_EQ(plumb(other + "--checkpoints run2 --replay 4 --hashes h_b4").code, 0);
+  const Json whole = diff("h_a4 h_b4");
+  EXPECT_EQ(whole["first"]["step"], 3);
+  const Ended said = plumb("diff h_a h_b --replays h_a4 h_b4 --html diff.html");
+  EXPECT_NE(said.out.find("programs, options or kernels"), std::string::npos) << said.out << said.err;
+  EXPECT_NE(read(folder() / "diff.html").find("The first difference"), std::string::npos);
+  const Json checkpoints = diff("run run2");
+  EXPECT_FALSE(checkpoints["equal"].get<bool>());
+}
+
+TEST_F(Diffs, FilesAreComparedOnAnInput) {
+  ASSERT_EQ(plumb(base() + "--save other.pt2").code, 0);
+  const Json found = diff("lm.pt2 other.pt2 --input ids.pt");
+  EXPECT_FALSE(found["equal"].get<bool>());
+  EXPECT_TRUE(found["first"].contains("ulps"));
+  EXPECT_TRUE(diff("lm.pt2 lm.pt2 --input ids.pt")["equal"].get<bool>());
+}
+
+TEST_F(Diffs, RefusesWhatCannotBeCompared) {
+  wrong("diff lm.pt2 h_none", "are of two kinds");
+  wrong(base() + "--replay 3", "--replay: nothing says where to");
+  wrong(base() + "--replay 6 --hashes h_x", "--replay 6: more than --steps 5");
+  wrong(base() + "--stages 2 --audit", "--audit: nobody makes up for a rank that is wrong");
+  EXPECT_EQ(plumb("diff h_none h_missing").code, 1);
+}
+
+class Audits : public Checkpoints {};
+
+TEST_F(Audits, ARankWhoseMemoryRotsIsNamedAndTheRunEndsUndisturbed) {
+  const std::string run = job() + "--stages 2 ";
+  const Ended whole = plumb(run + "--save whole.pt2");
+  for (const char* fault : {"rot rank 1 at 1F2 of step 4", "rot rank 0 at 0B1 of step 6"}) {
+    SCOPED_TRACE(fault);
+    const Ended audited =
+        plumb(run + "--audit --max-restarts 1 --save other.pt2 --inject '" + std::string(fault) + "'");
+    EXPECT_EQ(audited.code, 0) << audited.err;
+    EXPECT_EQ(values(audited, "audit").size(), 1u) << audited.out;
+    EXPECT_EQ(by_step({audited}), values(whole));
+    expect_same_weights();
+  }
+}
+
+TEST_F(Audits, AnAuditChangesNoBitOfARun) {
+  for (const char* layout : {"--stages 2 ", "--data-parallel 2 --microbatches 2 --gradient-groups 2 ",
+                             "--stages 2 --schedule ZBH1 --accumulate 2 "}) {
+    SCOPED_TRACE(layout);
+    const Ended audited = plumb(job() + layout + "--audit --max-restarts 1");
+    EXPECT_EQ(values(audited), values(plumb(job() + layout)));
+    EXPECT_TRUE(values(audited, "audit").empty());
+  }
+}
+
+TEST_F(Audits, ARankThatComputesWrongIsFoundByAnother) {
+  const std::string run = job() + "--stages 2 ";
+  const Ended whole = plumb(run + "--save whole.pt2");
+  // Rank 0 computes a microbatch of rank 1's step 4 again, by the seed: all of them are wrong.
+  std::string faults;
+  for (const char* action : {"1F0", "1F1", "1F2", "1F3"})
+    faults += std::string("--inject 'flip rank 1 at ") + action + " of step 4' ";
+  const Ended audited = plumb(run + "--audit --max-restarts 1 --save other.pt2 " + faults);
+  EXPECT_EQ(audited.code, 0) << audited.err;
+  EXPECT_EQ(values(audited, "audit"), std::vector<double>{4}) << audited.out;
+  expect_same_weights();
+}
+
+}  // namespace

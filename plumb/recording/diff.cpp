@@ -1,0 +1,367 @@
+#include "plumb/recording/diff.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <tuple>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/hash.h"
+
+namespace plumb {
+namespace {
+
+DiffKind kind_of(const HistoryTensor& tensor, bool backward) {
+  if (tensor.operation == "gradient") return DiffKind::GradientSum;
+  if (tensor.operation == "state") return DiffKind::AfterStep;
+  if (tensor.operation == "optimizer") return DiffKind::OptimizerState;
+  return backward ? DiffKind::Gradient : DiffKind::Value;
+}
+
+// Values are known by their names, whatever operator makes them: a transformed model has another.
+std::string key_of(const HistoryTensor& tensor) {
+  const bool apart = tensor.operation.find("::") == std::string::npos;
+  return tensor.name + "\n" + (apart ? tensor.operation : "");
+}
+
+// The hashes of a tensor, or of its gradient, in a step: by microbatch, each with the tensor of the rank that has it.
+struct Hash {
+  const HistoryHash* hash = nullptr;
+  const HistoryTensor* tensor = nullptr;
+};
+using Parts = std::map<std::pair<int64_t, int64_t>, std::vector<Hash>>;
+
+struct Line {
+  size_t tensor = 0;
+  bool backward = false;
+  auto operator<=>(const Line&) const = default;
+};
+
+// The tensors of two runs in one list, in the order of the first.
+class Lines {
+ public:
+  explicit Lines(DiffReport& report) : report_(report) {}
+  // Returns the places of a run's tensors in the list.
+  std::vector<size_t> add(const std::vector<HistoryTensor>& tensors) {
+    std::vector<size_t> places;
+    for (const HistoryTensor& tensor : tensors) {
+      const auto [at, is_new] = known_.try_emplace(key_of(tensor), report_.tensors.size());
+      places.push_back(at->second);
+      if (!is_new) continue;
+      report_.tensors.push_back({tensor});
+      for (uint32_t& input : report_.tensors.back().tensor.inputs) input = static_cast<uint32_t>(places[input]);
+    }
+    return places;
+  }
+
+ private:
+  DiffReport& report_;
+  std::map<std::string, size_t> known_;
+};
+
+std::map<Line, Parts> lines_of(const History& history, const HistoryHashes& step, const std::vector<size_t>& places) {
+  std::map<Line, Parts> lines;
+  for (const HistoryHash& hash : step.hashes) {
+    Parts& parts = lines[{places[hash.tensor], hash.backward}];
+    parts[{hash.first, hash.rows}].push_back({&hash, &history.tensors[hash.tensor]});
+  }
+  return lines;
+}
+
+// Returns the tensor of the rank whose hash another rank, or the other run, does not have; null if all are one.
+const Hash* odd_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
+  std::map<uint64_t, size_t> count;
+  for (const auto* run : {&a, &b})
+    for (const Hash& each : *run) ++count[each.hash->hash];
+  if (count.size() == 1) return nullptr;
+  const Hash* odd = nullptr;
+  for (const auto* run : {&a, &b})
+    for (const Hash& each : *run)
+      if (odd == nullptr || count[each.hash->hash] <= count[odd->hash->hash]) odd = &each;
+  return odd;
+}
+
+bool same_keys(const Parts& a, const Parts& b) {
+  return std::ranges::equal(a, b, {}, [](const auto& e) { return e.first; }, [](const auto& e) { return e.first; });
+}
+
+// The whole batch's hash from those of its parts; nothing if ranks differ.
+struct Whole {
+  int64_t words = 0;
+  uint64_t hash = 0;
+  bool constant = true;  // every part has the same
+};
+Whole whole_of(const Parts& parts) {
+  Whole whole;
+  const HistoryHash& first = *parts.begin()->second.front().hash;
+  for (const auto& [rows, hashes] : parts) {
+    const HistoryHash& part = *hashes.front().hash;
+    whole.constant = whole.constant && part.hash == first.hash && part.words == first.words;
+    whole.hash += hash_after(part.hash, whole.words);
+    whole.words += part.words;
+  }
+  return whole;
+}
+
+class StepDiff {
+ public:
+  StepDiff(DiffReport& report, int64_t step) : report_(report), step_(step) {}
+
+  void compare(const Line& line, const Parts& a, const Parts& b) {
+    const HistoryTensor& tensor = report_.tensors[line.tensor].tensor;
+    Difference place{line.tensor, kind_of(tensor, line.backward), step_};
+    if (same_keys(a, b)) {
+      int64_t microbatch = 0;
+      for (const auto& [rows, hashes] : a) {
+        const Hash* odd = odd_one(hashes, b.at(rows));
+        place.first_row = rows.first, place.rows = rows.second;
+        place.microbatch = a.size() > 1 ? microbatch++ : -1;
+        if (odd != nullptr) place.rank = odd->tensor->rank, place.stage = odd->tensor->stage;
+        found.push_back({place, odd != nullptr});
+      }
+      return;
+    }
+    report_.basis = DiffBasis::OtherRows;
+    const Whole whole_a = whole_of(a), whole_b = whole_of(b);
+    const bool constant = whole_a.constant && whole_b.constant;
+    const bool summed = tensor.operation == "parameter" && line.backward;  // over rows, in another order
+    if (summed || (!constant && whole_a.words != whole_b.words)) {
+      ++report_.not_comparable;
+      return;
+    }
+    const bool same = constant ? a.begin()->second[0].hash->hash == b.begin()->second[0].hash->hash
+                               : whole_a.hash == whole_b.hash;
+    found.push_back({place, !same});
+  }
+
+  std::vector<Compared> found;
+
+ private:
+  DiffReport& report_;
+  const int64_t step_;
+};
+
+const HistoryHashes* find_step(const History& history, int64_t step) {
+  const auto at = std::ranges::find(history.hashes, step, &HistoryHashes::step);
+  return at == history.hashes.end() ? nullptr : &*at;
+}
+
+const HistoryRow* find_row(const History& history, int64_t step, const std::string& key, bool backward) {
+  for (const HistoryStep& each : history.steps) {
+    if (each.step != step) continue;
+    for (const HistoryRow& row : each.rows)
+      if (row.backward == backward && key_of(history.tensors[row.tensor]) == key) return &row;
+  }
+  return nullptr;
+}
+
+// "std 0.5 against 0.25", of the first different tensor, where metrics stand beside its hashes.
+std::string statistics_of(const History& a, const History& b, const DiffReport& report) {
+  const Difference& first = *report.first;
+  const std::string key = key_of(report.tensors[first.tensor].tensor);
+  const bool backward = first.kind == DiffKind::Gradient;
+  const HistoryRow* rows[] = {find_row(a, *first.step, key, backward), find_row(b, *first.step, key, backward)};
+  std::string text;
+  if (rows[0] == nullptr || rows[1] == nullptr) return text;
+  for (const char* name : {"mean_abs", "std", "abs_max", "nan_count"}) {
+    const Statistic statistic = Statistic::parse(name);
+    const double x = rows[0]->value(statistic), y = rows[1]->value(statistic);
+    if (std::isnan(x) || x == y) continue;
+    text += (text.empty() ? "" : ", ") + std::string(name) + " " + short_number(x, 9) + " against " +
+            short_number(y, 9) + " (relative " + short_number(std::abs(y - x) / std::abs(x), 2) + ")";
+  }
+  return text;
+}
+
+void add_missing(DiffReport& report, const std::map<Line, Parts>& a, const std::map<Line, Parts>& b) {
+  const auto missing = [&](const auto& from, const auto& in, std::vector<std::string>& names) {
+    for (const auto& [line, parts] : from) {
+      const std::string& name = report.tensors[line.tensor].tensor.name;
+      if (!in.contains(line) && (names.empty() || names.back() != name)) names.push_back(name);
+    }
+  };
+  missing(a, b, report.only_a), missing(b, a, report.only_b);
+}
+
+at::Tensor ordered_bits(const at::Tensor& x) {
+  const auto type = x.element_size() == 8 ? at::kLong : x.element_size() == 4 ? at::kInt : at::kShort;
+  const at::Tensor bits = x.contiguous().reshape({-1}).view(type).to(at::kLong);
+  const auto least = static_cast<int64_t>(uint64_t{1} << (8 * static_cast<unsigned>(x.element_size()) - 1));
+  return at::where(bits < 0, (x.element_size() == 8 ? least : -least) - bits, bits);
+}
+
+}  // namespace
+
+TensorDistance distance_between(const at::Tensor& a_given, const at::Tensor& b_given) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor a = a_given.detach().cpu(), b = b_given.detach().cpu();
+  TensorDistance out;
+  out.elements = a.numel();
+  if (a.sizes() != b.sizes()) {
+    out.differing = out.elements, out.ulps = out.relative = NAN;
+    return out;
+  }
+  const bool same_type = a.scalar_type() == b.scalar_type();
+  const bool words = a.is_floating_point() && a.element_size() >= 2;
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  if (same_type && words) {
+    const auto type = a.element_size() == 8 ? at::kLong : a.element_size() == 4 ? at::kInt : at::kShort;
+    out.differing = (a.contiguous().view(type) != b.contiguous().view(type)).sum().item<int64_t>();
+    const at::Tensor apart = (ordered_bits(a).to(at::kDouble) - ordered_bits(b).to(at::kDouble)).abs();
+    out.ulps = apart.numel() > 0 ? apart.max().item<double>() : 0;
+  } else {
+    out.differing = (x != y).sum().item<int64_t>();
+    out.ulps = same_type ? 0 : NAN;
+  }
+  if (out.differing == 0) return out;
+  const double norm = x.norm().item<double>(), difference = (x - y).norm().item<double>();
+  out.relative = difference == 0 ? 0 : difference / norm;
+  return out;
+}
+
+std::string TensorDistance::to_string() const {
+  if (differing == 0) return "equal";
+  if (std::isnan(ulps) && std::isnan(relative)) return "other sizes";
+  std::string text = c10::str(differing, " of ", elements, " elements");
+  if (!std::isnan(ulps)) text += ", at most " + short_number(ulps) + " ulp";
+  return text + ", relative " + short_number(relative, 2);
+}
+
+void conclude(DiffReport& report, std::vector<Compared> compared) {
+  // Gradients go from the last tensor to the first.
+  const auto order = [](const Compared& c) {
+    const auto tensor = static_cast<int64_t>(c.place.tensor);
+    return std::tuple(c.place.kind, c.place.kind == DiffKind::Gradient ? -tensor : tensor, c.place.microbatch);
+  };
+  std::ranges::stable_sort(compared, {}, order);
+  using State = DiffTensor::State;
+  const auto state_of = [&](const Difference& place) -> State& {
+    DiffTensor& tensor = report.tensors[place.tensor];
+    return place.kind == DiffKind::Gradient ? tensor.gradient : tensor.value;
+  };
+  for (const Compared& each : compared) {
+    ++report.compared;
+    State& state = state_of(each.place);
+    if (!each.differs) {
+      if (state == State::NotCompared) state = State::Equal;
+      continue;
+    }
+    ++report.differing;
+    if (!report.first) {
+      report.first = each.place;
+      state = State::First;
+    } else if (state != State::First) {
+      state = State::Differs;
+    }
+  }
+  if (!report.first) return;
+  // The first one reaches values by their inputs, gradients by those of their users and by values beside them.
+  const size_t count = report.tensors.size();
+  std::map<std::string, size_t> made;  // a value by its name: what another stage gets as its input
+  std::vector<bool> value(count), gradient(count);
+  (report.first->kind == DiffKind::Gradient ? gradient : value)[report.first->tensor] = true;
+  const bool in_graph = report.first->kind <= DiffKind::Gradient;
+  for (size_t t = 0; t < count; ++t) {
+    const HistoryTensor& tensor = report.tensors[t].tensor;
+    for (const uint32_t input : tensor.inputs) value[t] = value[t] || value[input];
+    if (const auto at = made.find(tensor.name); at != made.end() && value[at->second]) value[t] = true;
+    made.try_emplace(tensor.name, t);
+  }
+  // The loss, which is in no graph, depends on every value without users.
+  std::vector<bool> used(count);
+  for (const DiffTensor& each : report.tensors)
+    for (const uint32_t input : each.tensor.inputs) used[input] = true;
+  bool loss = false;
+  for (size_t t = 0; t < count; ++t) loss = loss || (!used[t] && value[t]);
+  for (size_t t = count; t-- > 0;) {
+    const HistoryTensor& tensor = report.tensors[t].tensor;
+    if (loss && !used[t]) gradient[t] = true;
+    // The gradient of what another stage got is that of what was sent.
+    if (const auto at = made.find(tensor.name); at != made.end() && gradient[t]) gradient[at->second] = true;
+    for (const uint32_t input : tensor.inputs) {
+      bool beside = value[t];
+      for (const uint32_t other : tensor.inputs) beside = beside || (other != input && value[other]);
+      gradient[input] = gradient[input] || gradient[t] || beside;
+    }
+  }
+  for (const Compared& each : compared) {
+    const Difference& place = each.place;
+    if (!each.differs) continue;
+    const bool is_first = place.tensor == report.first->tensor && place.kind == report.first->kind;
+    const bool later = place.kind > DiffKind::Gradient;
+    const bool reached = later ? in_graph || place.kind > report.first->kind
+                               : (place.kind == DiffKind::Gradient ? gradient : value)[place.tensor];
+    if (!is_first && reached) {
+      ++report.following;
+      if (State& state = state_of(place); state == State::Differs) state = State::Follows;
+    }
+  }
+}
+
+DiffReport diff(const History& a, const History& b, const DiffNames& names) {
+  DiffReport report{names.a, names.b};
+  Lines lines(report);
+  const auto in_a = lines.add(a.tensors), in_b = lines.add(b.tensors);
+  int64_t steps = 0;
+  for (const HistoryHashes& step : a.hashes) {
+    const HistoryHashes* other = find_step(b, step.step);
+    if (other == nullptr) continue;
+    ++steps;
+    if (report.first) {
+      ++report.also_steps;
+      continue;
+    }
+    const auto of_a = lines_of(a, step, in_a), of_b = lines_of(b, *other, in_b);
+    StepDiff one(report, step.step);
+    for (const auto& [line, parts] : of_a) {
+      if (const auto at = of_b.find(line); at != of_b.end()) one.compare(line, parts, at->second);
+    }
+    const bool any = std::ranges::any_of(one.found, &Compared::differs);
+    if (!any) {
+      report.compared += static_cast<int64_t>(one.found.size());
+      report.equal_to = step.step;
+    }
+    if (any || steps == 1) report.only_a.clear(), report.only_b.clear(), add_missing(report, of_a, of_b);
+    if (any) {
+      report.compared = 0;
+      conclude(report, std::move(one.found));
+    }
+  }
+  if (steps == 0) {
+    throw Error(ErrorKind::InvalidArgument, names.a + " and " + names.b + " have hashes of no step in common", "",
+                "record both with plumb train --hashes FILE, or rules with statistics = [\"hash\"]");
+  }
+  if (report.first) report.first->statistics = statistics_of(a, b, report);
+  return report;
+}
+
+DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& names) {
+  DiffReport report{names.a, names.b};
+  std::map<std::string, at::Tensor> of_b(b.begin(), b.end());
+  std::vector<Compared> compared;
+  std::set<std::string> seen;
+  for (const auto& [name, tensor] : a) {
+    seen.insert(name);
+    const auto other = of_b.find(name);
+    if (other == of_b.end()) {
+      report.only_a.push_back(name);
+      continue;
+    }
+    const size_t dot = name.rfind('.');
+    DiffTensor line{{name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()),
+                     tensor.sizes().vec()}};
+    line.distance = distance_between(tensor, other->second);
+    Difference place{report.tensors.size(), DiffKind::Value};
+    place.distance = line.distance;
+    compared.push_back({place, line.distance->differing > 0});
+    report.tensors.push_back(std::move(line));
+  }
+  for (const auto& [name, tensor] : b)
+    if (!seen.contains(name)) report.only_b.push_back(name);
+  conclude(report, std::move(compared));
+  return report;
+}
+
+}  // namespace plumb

@@ -1,0 +1,97 @@
+// The first tensor in which two runs differ: of two histories with hashes, two sets of tensors, or two modules on the
+// same inputs. "First" is in the order of the graph, not of time: values from inputs to outputs, gradients back, then
+// their sums, the parameters after the step and the optimizer's state.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plumb/core/table.h"
+#include "plumb/recording/history.h"
+
+namespace plumb {
+
+// The reason why two runs can be expected to be equal, and in what.
+enum class DiffBasis {
+  SameRows,   // the same rows in every microbatch: every bit, whatever the stages, schedule and replicas
+  OtherRows,  // other microbatches: values and gradients by row, unless kernels see how many rows there are
+  Distance,   // another arithmetic: nothing; how far apart they are is what counts
+};
+
+// The distance of two tensors of the same sizes.
+struct TensorDistance {
+  int64_t elements = 0, differing = 0;
+  double ulps = 0;      // the most, in units of the last place; NaN if the types differ
+  double relative = 0;  // norm of the difference over that of the first
+  std::string to_string() const;
+};
+TensorDistance distance_between(const at::Tensor& a, const at::Tensor& b);
+
+struct DiffTensor {
+  enum class State : uint8_t { NotCompared, Equal, First, Follows, Differs };
+  HistoryTensor tensor;  // as the first run has it; its inputs are numbers in DiffReport::tensors
+  State value = State::NotCompared, gradient = State::NotCompared;
+  std::optional<TensorDistance> distance;  // of the value
+};
+
+enum class DiffKind : uint8_t { Value, Gradient, GradientSum, AfterStep, OptimizerState };
+
+struct Difference {
+  size_t tensor = 0;  // of DiffReport::tensors
+  DiffKind kind = DiffKind::Value;
+  std::optional<int64_t> step;
+  int64_t first_row = 0, rows = 0;  // of its microbatch; 0: not known
+  int64_t microbatch = -1;          // -1: there is one, or none
+  int64_t rank = -1, stage = -1;    // the one that has another value than all others of both runs
+  std::optional<TensorDistance> distance;
+  std::string statistics;  // recorded beside the hashes, where they differ
+};
+
+struct DiffReport {
+  std::string a, b;
+  DiffBasis basis = DiffBasis::SameRows;
+  std::optional<Difference> first;
+  std::optional<int64_t> equal_to;  // the last compared step in which nothing differs
+  int64_t compared = 0, differing = 0, following = 0, not_comparable = 0;
+  std::vector<std::string> only_a, only_b;  // names that the other run does not have
+  std::vector<DiffTensor> tensors;
+  int64_t also_steps = 0;  // compared steps after the first different one
+
+  // Returns "Equal to step 411. In step 412 first: the gradient of ...; 40 later ones follow from it."
+  std::string conclusion() const;
+  std::string statement() const;  // the basis in words
+  Table table(size_t most = 40) const;
+  std::string to_text() const;
+  nlohmann::json to_json() const;
+};
+
+struct DiffNames {
+  std::string a = "a", b = "b";
+};
+
+// Compares the steps that both have hashes of, up to the first that differs. Throws Error(InvalidArgument) if there is
+// none.
+DiffReport diff(const History& a, const History& b, const DiffNames& names = {});
+// Compares by name, in the first one's order: checkpoints, state dicts.
+using DiffTensors = std::vector<std::pair<std::string, at::Tensor>>;
+DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& names = {});
+
+// Says which machine was wrong, from both runs' step done again and recorded whole.
+std::string conclude_replays(const History& a, const History& b, const History& a_again, const History& b_again,
+                             const DiffNames& names = {});
+
+// The finding about one tensor in one microbatch; for module_diff.cpp.
+struct Compared {
+  Difference place;
+  bool differs = false;
+};
+// Puts them into order, and finds the first and what follows from it.
+void conclude(DiffReport& report, std::vector<Compared> compared);
+
+}  // namespace plumb

@@ -1,0 +1,206 @@
+#include "plumb/recording/module_diff.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+#include "plumb/recording/recorder.h"
+#include "plumb/recording/recording_testing.h"
+#include "plumb/tensors/node_seeds.h"
+#include "plumb/transforms/formats/simulate_format.h"
+#include "plumb/transforms/models_testing.h"
+#include "tests/message_of.h"
+
+namespace plumb {
+namespace {
+
+using testing::HasSubstr;
+using namespace testing_models;
+using namespace testing_recording;
+
+const char* kHashes = "every = 1\n[[rule]]\nstatistics = [\"hash\"]\n";
+
+// y = x w', z = gelu(y), o = sum(z v') by rows.
+std::shared_ptr<GraphModule> two_layers(double bump = 0, int rows = 16) {
+  at::manual_seed(7);
+  State state;
+  parameter(state, "up.weight", randn_there({8, 8}));
+  parameter(state, "down.weight", randn_there({8, 8}));
+  if (bump != 0) {
+    const at::NoGradGuard no_grad;
+    state.get("down.weight").tensor.view(-1)[5].add_(bump);
+  }
+  return module_of(c10::str("graph {\n%x: f32[", rows, ", 8] = placeholder \"x\"\n", R"(
+    %w = get_attr "up.weight"
+    %v = get_attr "down.weight"
+    %y = aten::linear(%x, %w) in "":"Net" "up":"Linear"
+    %z = aten::gelu(%y)
+    %u = aten::linear(%z, %v) in "":"Net" "down":"Linear"
+    output(%u)
+  })"),
+                   std::move(state));
+}
+
+// A step of some microbatches, of which the rows are known as a pipeline's.
+History step_of(GraphModule& module, const at::Tensor& x, const std::vector<int64_t>& rows, const fs::path& path,
+                bool whole = false) {
+  Recorder recorder(module,
+                    RecordRules::parse(whole ? "every = 1\n[[rule]]\nstatistics = [\"hash\", \"std\"]\n" : kHashes),
+                    path);
+  int64_t first = 0;
+  for (const at::Tensor& part : x.split(rows)) {
+    const NodeSeeds of_rows(1, {}, static_cast<uint64_t>(first), part.size(0));
+    module.run({part})[0].toTensor().pow(2).sum().backward();
+    first += part.size(0);
+  }
+  recorder.step();
+  return read_history(path);
+}
+
+class Diffs : public Recording {};
+
+TEST_F(Diffs, ARuleOfHashesRecordsEveryMicrobatchAndNoRows) {
+  const History history = step_of(*two_layers(), randn_there({16, 8}), {16}, file());
+  EXPECT_TRUE(history.steps.empty());
+  ASSERT_EQ(history.hashes.size(), 1u);
+  EXPECT_EQ(history.hashes[0].hashes.size(), 12u);  // six values and their gradients
+  EXPECT_EQ(history.tensors.back().inputs.size(), 2u);
+}
+
+TEST_F(Diffs, EqualStepsAreEqual) {
+  const at::Tensor x = randn_there({16, 8});
+  const auto net = two_layers();
+  const DiffReport report =
+      diff(step_of(*two_layers(), x, {16}, file("a")), step_of(*net, x, {16}, file("b")));
+  EXPECT_FALSE(report.first);
+  EXPECT_EQ(report.basis, DiffBasis::SameRows);
+  EXPECT_EQ(report.compared, 12);
+  EXPECT_THAT(report.conclusion(), HasSubstr("Equal to step 1."));
+}
+
+TEST_F(Diffs, TheFirstDifferenceIsTheParameterThatDiffersAndTheRestFollows) {
+  const at::Tensor x = randn_there({16, 8});
+  const DiffReport report = diff(step_of(*two_layers(), x, {16}, file("a"), true),
+                                 step_of(*two_layers(0.5), x, {16}, file("b"), true), {"a", "b"});
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.name, "down.weight");
+  EXPECT_EQ(report.first->kind, DiffKind::Value);
+  EXPECT_EQ(*report.first->step, 1);
+  EXPECT_EQ(report.following, report.differing - 1);
+  EXPECT_THAT(report.first->statistics, HasSubstr("std"));
+  EXPECT_THAT(report.conclusion(), HasSubstr("In step 1 first differs: down.weight"));
+}
+
+TEST_F(Diffs, AMicrobatchIsNamed) {
+  const at::Tensor x = randn_there({16, 8});
+  at::Tensor other = x.clone();
+  other[9][3] += 1;
+  const History a = step_of(*two_layers(0, 4), x, {4, 4, 4, 4}, file("a")),
+                b = step_of(*two_layers(0, 4), other, {4, 4, 4, 4}, file("b"));
+  const DiffReport report = diff(a, b);
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.operation, "input");
+  EXPECT_EQ(report.first->microbatch, 2);
+  EXPECT_EQ(report.first->first_row, 8);
+  EXPECT_THAT(report.conclusion(), HasSubstr("microbatch 2, rows 8 to 11"));
+}
+
+TEST_F(Diffs, OtherMicrobatchesAreComparedByTheirSums) {
+  // Products may see the number of rows: the model has none.
+  const auto pointwise = [](int rows) {
+    State state;
+    parameter(state, "w", at::full({8}, 0.5));
+    return module_of(c10::str("graph {\n%x: f32[", rows, ", 8] = placeholder \"x\"\n", R"(
+      %w = get_attr "w"
+      %y = aten::mul.Tensor(%x, %w)
+      output(%y)
+    })"),
+                     std::move(state));
+  };
+  const at::Tensor x = randn_there({16, 8});
+  const History a = step_of(*pointwise(16), x, {16}, file("a")), b = step_of(*pointwise(8), x, {8, 8}, file("b"));
+  const DiffReport same = diff(a, b);
+  EXPECT_FALSE(same.first) << same.to_text();
+  EXPECT_EQ(same.basis, DiffBasis::OtherRows);
+  EXPECT_EQ(same.not_comparable, 1);  // the parameter's gradient
+  at::Tensor other = x.clone();
+  other[2][2] += 1;
+  const DiffReport report = diff(a, step_of(*pointwise(8), other, {8, 8}, file("c")));
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.operation, "input");
+}
+
+TEST_F(Diffs, StateIsComparedStepByStepAndAReplaySaysWhoWasWrong) {
+  const auto write = [&](const char* name, double at_three) {
+    Recorder recorder(RecordRules(), file(name), {.part = true});
+    for (int64_t step = 1; step <= 3; ++step) {
+      recorder.set_step(step);
+      const double value = step == 3 ? at_three : 1.0;
+      recorder.add_hash({.name = "w", .operation = "state"}, at::full({4}, value));
+      recorder.add_hash({.name = "exp_avg/w", .operation = "optimizer"}, at::full({4}, value));
+      recorder.step();
+    }
+    return read_history(file(name));
+  };
+  const History a = write("a", 1), b = write("b", 2);
+  const DiffReport report = diff(a, b, {"a", "b"});
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(*report.first->step, 3);
+  EXPECT_EQ(report.first->kind, DiffKind::AfterStep);
+  EXPECT_EQ(report.following, 1);
+  EXPECT_THAT(report.conclusion(), HasSubstr("Equal to step 2. In step 3 first differs: w after the step"));
+  EXPECT_THAT(conclude_replays(a, b, a, a, {"a", "b"}), HasSubstr("a machine of b was wrong"));
+  EXPECT_THAT(conclude_replays(a, b, a, b, {"a", "b"}), HasSubstr("programs, options or kernels"));
+  EXPECT_THAT(conclude_replays(a, b, b, a, {"a", "b"}), HasSubstr("Neither run is reproduced"));
+}
+
+TEST_F(Diffs, HistoriesWithoutHashesAreRefused) {
+  const auto write = [&](const char* name) {
+    const auto net = two_layers();
+    Recorder recorder(*net, RecordRules::everything(1), file(name));
+    net->run({randn_there({16, 8})})[0].toTensor().sum().backward();
+    recorder.step();
+    return read_history(file(name));
+  };
+  EXPECT_THAT(message_of([&] { diff(write("a"), write("b")); }), HasSubstr("hashes of no step in common"));
+}
+
+TEST_F(Diffs, ModulesAreComparedTensorByTensor) {
+  const at::Tensor x = randn_there({16, 8});
+  const auto net = two_layers(), same = two_layers();
+  EXPECT_FALSE(diff(*net, *same, {x}).first);
+  const DiffReport report = diff(*net, *two_layers(1e-6), {x});
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.name, "down.weight");
+  EXPECT_EQ(report.first->distance->differing, 1);
+  EXPECT_GT(report.first->distance->ulps, 0);
+  EXPECT_EQ(report.basis, DiffBasis::SameRows);
+  EXPECT_FALSE(net->state().get("up.weight").tensor.grad().defined());
+  // A relative tolerance.
+  EXPECT_FALSE(diff(*net, *two_layers(1e-6), {x}, {.tolerance = 1e-3}).first);
+}
+
+TEST_F(Diffs, ATransformedModelIsComparedByDistance) {
+  const auto net = two_layers();
+  const auto rounded = simulate_fp8(net);
+  const DiffReport report = diff(*net, *rounded, {randn_there({16, 8})});
+  EXPECT_EQ(report.basis, DiffBasis::Distance);
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.operation, "aten::linear") << report.to_text();
+  EXPECT_GT(report.first->distance->relative, 1e-3);
+}
+
+TEST_F(Diffs, DistancesCountUnitsOfTheLastPlace) {
+  const at::Tensor a = at::tensor({1.0f, -1.0f, 0.0f});
+  at::Tensor b = a.clone();
+  b.view(at::kInt)[1].add_(3);
+  const TensorDistance apart = distance_between(a, b);
+  EXPECT_EQ(apart.differing, 1);
+  EXPECT_EQ(apart.ulps, 3);
+  EXPECT_EQ(distance_between(a, a).differing, 0);
+  EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).ulps, 0);
+  EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).differing, 1);
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,134 @@
+#include "plumb/recording/module_diff.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+
+#include "plumb/recording/recorder.h"
+#include "plumb/transforms/module.h"
+#include "plumb/transforms/track/track_scales.h"
+
+namespace plumb {
+namespace {
+
+using Direction = ScaleTracker::Direction;
+
+std::shared_ptr<GraphModule> tracked(const GraphModule& module, std::shared_ptr<ScaleTracker>& tracker) {
+  tracker = ScaleTracker::create();
+  auto made = derive(module);
+  track_scales(*made, *tracker);
+  for (size_t slot = 0; slot < tracker->num_slots(); ++slot)
+    tracker->want(static_cast<int64_t>(slot), {.metrics = false, .keep = true});
+  return made;
+}
+
+std::string name_key(const HistoryTensor& tensor) {
+  const bool state = tensor.operation == "parameter" || tensor.operation == "buffer";
+  return tensor.name + (state ? "\nstate" : "");
+}
+
+// Values and gradients of parameters as they are; nullopt if they were not seen.
+std::optional<at::Tensor> last_of(const ScaleTracker& tracker, int64_t slot, Direction direction) {
+  auto all = tracker.hashes(slot, direction);
+  return all.empty() ? std::nullopt : std::optional(all.back().kept);
+}
+
+std::vector<std::string> operators_of(const GraphModule& module) {
+  std::vector<std::string> names;
+  for (const Node* node : module.graph().nodes())
+    if (node->is_call() && !node->is_op("plumb::track")) names.push_back(node->target());
+  return names;
+}
+
+std::optional<at::Device> device_of(const GraphModule& module) {
+  for (const Attr& attr : module.state())
+    if (attr.tensor.defined()) return attr.tensor.device();
+  return std::nullopt;
+}
+
+at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs) {
+  at::Tensor sum;
+  for (const c10::IValue& out : outputs) {
+    if (!out.isTensor() || !out.toTensor().defined() || !out.toTensor().requires_grad()) continue;
+    const at::Tensor part = out.toTensor().sum();
+    sum = sum.defined() ? sum + part : part;
+  }
+  return sum;
+}
+
+// Runs a tracked module forward and backward, and takes away what this adds to gradients.
+void run_both_ways(GraphModule& module, std::vector<c10::IValue> inputs, const ModuleDiffOptions& options) {
+  const at::AutoGradMode with_gradients(true);
+  const auto device = device_of(module);
+  for (c10::IValue& input : inputs) {
+    if (!input.isTensor() || !input.toTensor().defined()) continue;
+    const at::Tensor& given = input.toTensor();
+    input = device ? given.detach().to(*device).requires_grad_(given.requires_grad()) : given.detach();
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> before;
+  for (const Attr& attr : module.state()) {
+    if (!attr.tensor.defined() || !attr.tensor.requires_grad()) continue;
+    before.emplace_back(attr.tensor, attr.tensor.grad());
+    attr.tensor.mutable_grad().reset();
+  }
+  const auto restore = [&] {
+    for (auto& [tensor, gradient] : before) tensor.mutable_grad() = gradient;
+  };
+  try {
+    const std::vector<c10::IValue> outputs = module.run(std::move(inputs));
+    const at::Tensor loss = options.loss ? options.loss(outputs) : sum_of_outputs(outputs);
+    if (loss.defined() && loss.requires_grad()) loss.backward();
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
+}  // namespace
+
+ModuleDiff::ModuleDiff(const GraphModule& given_a, const GraphModule& given_b) {
+  a = tracked(given_a, of_a_);
+  b = tracked(given_b, of_b_);
+}
+
+DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
+  DiffReport report{names.a, names.b};
+  if (operators_of(*a) != operators_of(*b) || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
+  std::map<std::string, TrackedTensor> others;
+  for (TrackedTensor& each : tracked_tensors(*b, *of_b_)) others.emplace(name_key(each.tensor), std::move(each));
+  std::vector<Compared> compared;
+  for (TrackedTensor& each : tracked_tensors(*a, *of_a_)) {
+    const size_t place = report.tensors.size();
+    each.tensor.inputs.assign(each.inputs.begin(), each.inputs.end());
+    report.tensors.push_back({each.tensor});
+    const auto other = others.find(name_key(each.tensor));
+    if (other == others.end()) {
+      report.only_a.push_back(each.tensor.name);
+      continue;
+    }
+    for (const Direction direction : {Direction::Forward, Direction::Backward}) {
+      const auto x = last_of(*of_a_, each.slot, direction), y = last_of(*of_b_, other->second.slot, direction);
+      if (!x || !y) continue;
+      const TensorDistance apart = distance_between(*x, *y);
+      Difference where{place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient};
+      where.distance = apart;
+      if (direction == Direction::Forward) report.tensors[place].distance = apart;
+      compared.push_back({where, apart.differing > 0 && !(apart.relative <= tolerance && tolerance > 0)});
+    }
+    others.erase(other);
+  }
+  for (const auto& [key, each] : others) report.only_b.push_back(each.tensor.name);
+  conclude(report, std::move(compared));
+  return report;
+}
+
+DiffReport diff(const GraphModule& a, const GraphModule& b, const std::vector<c10::IValue>& inputs,
+                const ModuleDiffOptions& options) {
+  ModuleDiff both(a, b);
+  run_both_ways(*both.a, inputs, options);
+  run_both_ways(*both.b, inputs, options);
+  return both.report(options.names, options.tolerance);
+}
+
+}  // namespace plumb

@@ -1,0 +1,46 @@
+// Two modules on the same inputs, tensor by tensor: a file and a live module, a model and its transformed self, a CPU
+// and another device.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/graph/graph_module.h"
+#include "plumb/recording/diff.h"
+#include "plumb/transforms/track/tracker.h"
+
+namespace plumb {
+
+// Runs of two modules of which every tensor and gradient is kept: memory for all of them, twice.
+//
+//   ModuleDiff both(*a, *b);
+//   loss(both.a->run(inputs)).backward();
+//   loss(both.b->run(inputs)).backward();
+//   std::cout << both.report().to_text();
+class ModuleDiff {
+ public:
+  ModuleDiff(const GraphModule& a, const GraphModule& b);
+  // Share the tensors of the given modules.
+  std::shared_ptr<GraphModule> a, b;
+
+  // Compares what has run. Differences of a relative size up to `tolerance` count as none.
+  DiffReport report(const DiffNames& names = {}, double tolerance = 0) const;
+
+ private:
+  std::shared_ptr<ScaleTracker> of_a_, of_b_;
+};
+
+struct ModuleDiffOptions {
+  // Returns the loss to go backward from; empty: the sum of the floating-point outputs that require gradients. If none
+  // does, only values are compared.
+  std::function<at::Tensor(const std::vector<c10::IValue>& outputs)> loss = {};
+  double tolerance = 0;
+  DiffNames names = {};
+};
+// Runs both on these flat inputs, each on the device of its own tensors. The modules' gradients stay as they were.
+DiffReport diff(const GraphModule& a, const GraphModule& b, const std::vector<c10::IValue>& inputs,
+                const ModuleDiffOptions& options = {});
+
+}  // namespace plumb

@@ -1,0 +1,145 @@
+// Joint plans: within the limits, runnable, and never slower than the named schedules they start from.
+#include "plumb/schedule/joint.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/check.h"
+#include "plumb/schedule/generators.h"
+#include "tests/message_of.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Layer {
+  double forward, input, weight, activation, resident;
+  int skip_to = -1;  // a later layer that needs this one's result
+  double message = 1;
+};
+
+Layer layer(double work = 1, double activation = 1, double resident = 1) {
+  return {work, work, work, activation, resident};
+}
+
+// Four uneven models of `count` layers: a vocabulary head of four layers, an encoder and a decoder, experts, a U-Net.
+std::vector<Layer> uneven(const std::string& name, int count) {
+  std::vector<Layer> layers;
+  const Layer embedding{.1, 0, .2, .1, 4}, head{4, 4, 4, 1.5, 4};
+  for (int i = 0; i < count; ++i) {
+    const int half = count / 2;
+    if (name == "unet") {
+      const double depth = std::min(i, count - 1 - i) / (count / 2.0), work = 3 * std::pow(1 - depth, 1.5) + .5;
+      const double size = 3 * (1 - depth) * (1 - depth);
+      const bool skips = i < half - 2 && i % 4 == 0;
+      layers.push_back({work, work, work, 2 * size + .3, .2 + 3 * depth, skips ? count - 1 - i : -1, .3 + size});
+    } else if (name == "encoder-decoder") {
+      layers.push_back(i < half ? layer(.6, .6, .7) : layer(1.6, 1.4, 1.4));
+    } else if (i == 0 || i == count - 1) {
+      layers.push_back(i == 0 ? embedding : head);
+    } else {
+      const bool expert = name == "experts" && i % 4 == 3;
+      layers.push_back(expert ? layer(2.2, 2.2, 4) : name == "experts" && i % 4 < 2 ? layer(.7, .6, .7) : layer());
+    }
+  }
+  return layers;
+}
+
+PieceCosts pieces_of(const std::vector<Layer>& layers, double link = 0.05) {
+  PieceCosts pieces;
+  PieceCosts::Way way{.recompute = "cheap"};
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const Layer& l = layers[i];
+    way.forward.push_back(l.forward);
+    way.input.push_back(l.input);
+    way.weight.push_back(l.weight);
+    way.full.push_back(l.input + l.weight);
+    way.activation.push_back(l.activation);
+    pieces.resident.push_back(l.resident);
+    const int at = static_cast<int>(i);
+    if (i + 1 < layers.size()) pieces.values.push_back({at, std::max(at + 1, l.skip_to), l.message * link});
+  }
+  pieces.ways = {way};
+  return pieces;
+}
+
+JointOptions quick(double limit = std::numeric_limits<double>::infinity()) {
+  return {.memory_limit = limit, .names = {"1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin"}, .tables = 6000};
+}
+
+void expect_sound(const JointResult& found, const PieceCosts& pieces, double limit) {
+  const CheckReport report = check_schedule(found.schedule);
+  EXPECT_TRUE(report.ok()) << report.text();
+  EXPECT_TRUE(report.weights_in_microbatch_order);
+  EXPECT_LE(*std::ranges::max_element(found.memory), limit * (1 + 1e-9));
+  EXPECT_LE(found.simulation.makespan, found.named.simulation.makespan * (1 + 1e-9));
+  for (const double share : found.shares) EXPECT_LE(share, 1 + 1e-9);
+  EXPECT_GE(found.simulation.makespan, found.bound * (1 - 1e-9));
+  // The simulator finds the times and the memory that the search counted.
+  const StageCosts costs = costs_of_stages(pieces, found.stages);
+  const Simulation again = simulate_schedule(found.schedule, costs.costs);
+  EXPECT_DOUBLE_EQ(again.makespan, found.simulation.makespan);
+  EXPECT_NEAR(again.makespan / found.named.simulation.makespan, found.shares[0], 1e-9);
+  for (int rank = 0; rank < found.schedule.num_ranks(); ++rank)
+    EXPECT_NEAR(memory_beside(costs, found.schedule.placement.stages_of(rank)) + again.peak_memory[rank],
+                found.memory[rank], 1e-6);
+}
+
+TEST(Joint, IsNeverSlowerThanTheBestNamedScheduleInTheSameMemory) {
+  for (const char* name : {"head", "encoder-decoder", "experts", "unet"}) {
+    SCOPED_TRACE(name);
+    const PieceCosts pieces = pieces_of(uneven(name, 24));
+    const JointResult found = joint_search(4, 4, pieces, quick());
+    expect_sound(found, pieces, found.named.peak());
+    EXPECT_LT(found.simulation.makespan, 0.99 * found.named.simulation.makespan);
+  }
+}
+
+TEST(Joint, KeepsTheMemoryLimitAndSaysTheLeastThatOneNeeds) {
+  const PieceCosts pieces = pieces_of(uneven("experts", 16));
+  const JointResult free = joint_search(4, 8, pieces, quick());
+  const double tight = 0.8 * free.named.peak();
+  const JointResult found = joint_search(4, 8, pieces, quick(tight));
+  expect_sound(found, pieces, tight);
+  EXPECT_THAT(message_of([&] { joint_search(4, 8, pieces, quick(0.01)); }), HasSubstr("the least is"));
+}
+
+TEST(Joint, TheSameNumbersGiveTheSamePlan) {
+  const PieceCosts pieces = pieces_of(uneven("unet", 16));
+  const JointResult one = joint_search(4, 8, pieces, quick()), other = joint_search(4, 8, pieces, quick());
+  EXPECT_EQ(one.schedule, other.schedule);
+  EXPECT_EQ(one.stages.begins, other.stages.begins);
+}
+
+TEST(Joint, ComputesAgainWhereMemoryIsShortAndNotElsewhere) {
+  PieceCosts pieces = pieces_of(uneven("head", 12));
+  pieces.ways.push_back(pieces.ways[0]);  // "none": as quick as it gets, and twice the memory
+  pieces.ways[1].recompute = "none";
+  for (double& value : pieces.ways[0].input) value *= 1.3;
+  for (double& value : pieces.ways[0].full) value *= 1.15;
+  for (double& value : pieces.ways[1].activation) value *= 2;
+  const JointResult wide = joint_search(2, 4, pieces, quick(1e6));
+  EXPECT_EQ(std::ranges::count(wide.stages.ways, 0), 0) << "memory is no matter";
+  const JointResult tight = joint_search(2, 4, pieces, quick(1.02 * wide.named.peak()));
+  expect_sound(tight, pieces, 1.02 * wide.named.peak());
+  EXPECT_GT(std::ranges::count(tight.stages.ways, 0), 0);
+}
+
+TEST(Joint, RefusesCostsAndCountsThatCannotBe) {
+  PieceCosts pieces = pieces_of(uneven("head", 8));
+  EXPECT_THROW(joint_search(0, 4, pieces), Error);
+  EXPECT_THAT(message_of([&] { joint_search(16, 4, pieces, quick()); }), HasSubstr("8 pieces"));
+  pieces.ways[0].input[3] = -1;
+  EXPECT_THAT(message_of([&] { joint_search(2, 4, pieces); }), HasSubstr("input backward cost -1"));
+  pieces.ways[0].input.pop_back();
+  EXPECT_THAT(message_of([&] { joint_search(2, 4, pieces); }), HasSubstr("7 entries for 8 pieces"));
+  EXPECT_THROW(joint_search(2, 4, PieceCosts{}), Error);
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,152 @@
+#include "plumb/schedule/pieces.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "plumb/core/error.h"
+#include "plumb/core/str.h"
+
+namespace plumb {
+namespace schedule_internal {
+namespace {
+
+std::vector<double> prefix_sums(const std::vector<double>& values, const std::function<double(int)>& times) {
+  std::vector<double> sums = {0};
+  for (std::size_t i = 0; i < values.size(); ++i) sums.push_back(sums.back() + values[i] * times(static_cast<int>(i)));
+  return sums;
+}
+
+void check_list(const std::vector<double>& values, std::size_t size, const char* what) {
+  if (values.size() != size)
+    throw Error(ErrorKind::InvalidArgument, str("the ", what, " costs have ", values.size(), " entries for ", size, " pieces"));
+  for (const double value : values) {
+    if (!std::isfinite(value) || value < 0)
+      throw Error(ErrorKind::InvalidArgument, str("the ", what, " cost ", value, " of a piece cannot be"));
+  }
+}
+
+}  // namespace
+
+void check_pieces(const PieceCosts& pieces) {
+  constexpr std::size_t kMost = 4096;  // the table of messages is quadratic
+  const std::size_t size = pieces.resident.size();
+  if (size == 0 || size > kMost || pieces.ways.empty())
+    throw Error(ErrorKind::InvalidArgument, str("a model of ", size, " pieces cannot be planned"), "",
+                str("1 to ", kMost, " pieces, with costs for at least one way of recomputation"));
+  check_list(pieces.resident, size, "resident");
+  if (!pieces.working.empty()) check_list(pieces.working, size, "working");
+  for (const PieceCosts::Way& way : pieces.ways) {
+    check_list(way.forward, size, "forward");
+    check_list(way.input, size, "input backward");
+    check_list(way.weight, size, "weight backward");
+    check_list(way.full, size, "full backward");
+    check_list(way.activation, size, "activation");
+  }
+  check_list({pieces.latency}, 1, "latency");
+  check_list({pieces.held_for_weight}, 1, "held share");
+  for (const PieceCosts::Value& value : pieces.values) {
+    check_list({value.seconds}, 1, "message");
+    if (value.from < 0 || value.last <= value.from || value.last >= pieces.size())
+      throw Error(ErrorKind::InvalidArgument, str("a value goes from piece ", value.from, " to piece ", value.last));
+  }
+}
+
+PieceSums::PieceSums(const PieceCosts& pieces, double link, const std::function<double(int)>& off)
+    : size_(pieces.resident.size()), working_(pieces.working), held_for_weight_(pieces.held_for_weight) {
+  const auto same = [](int) { return 1.0; };
+  for (const PieceCosts::Way& way : pieces.ways)
+    ways_.push_back({prefix_sums(way.forward, off), prefix_sums(way.input, off), prefix_sums(way.weight, off),
+                     prefix_sums(way.full, off), prefix_sums(way.activation, same)});
+  resident_ = prefix_sums(pieces.resident, same);
+  // A value from piece f, last used in l, leaves the stages [first, last) with first <= f < last <= l.
+  const std::size_t width = size_ + 1;
+  message_.assign((size_ + 1) * width, 0);
+  for (const PieceCosts::Value& value : pieces.values) {
+    double* row = &message_[static_cast<std::size_t>(value.from) * width];
+    row[value.from + 1] += value.seconds * link;
+    row[value.last + 1] -= value.seconds * link;
+  }
+  for (std::size_t first = size_; first-- > 0;) {
+    for (std::size_t last = 1; last <= size_; ++last) message_[first * width + last] += message_[first * width + last - 1];
+  }
+  for (std::size_t first = size_; first-- > 0;) {
+    for (std::size_t last = 0; last <= size_; ++last) message_[first * width + last] += message_[(first + 1) * width + last];
+  }
+}
+
+StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& rank, int num_ranks,
+                            double latency) const {
+  StageTimes times;
+  times.rank = rank;
+  times.resident.assign(num_ranks, 0);
+  times.held_for_weight = held_for_weight_;
+  std::vector<double> working(num_ranks, 0);
+  const std::size_t count = stages.begins.size();
+  for (auto* list : {&times.forward, &times.input, &times.weight, &times.full, &times.activation, &times.message})
+    list->reserve(count);
+  for (std::size_t s = 0; s < count; ++s) {
+    const std::size_t first = stages.begins[s], last = s + 1 < count ? stages.begins[s + 1] : size_;
+    const Way& way = ways_[stages.ways[s]];
+    times.forward.push_back(way.forward[last] - way.forward[first]);
+    times.input.push_back(way.input[last] - way.input[first]);
+    times.weight.push_back(way.weight[last] - way.weight[first]);
+    times.full.push_back(way.full[last] - way.full[first]);
+    times.activation.push_back(way.activation[last] - way.activation[first]);
+    times.resident[rank[s]] += resident_[last] - resident_[first];
+    times.working.push_back(0);
+    for (std::size_t i = first; i < last && !working_.empty(); ++i) times.working[s] = std::max(times.working[s], working_[i]);
+    working[rank[s]] = std::max(working[rank[s]], times.working[s]);
+    times.message.push_back(last == size_ ? 0 : latency + std::max(0.0, message(static_cast<int>(first), static_cast<int>(last))));
+  }
+  for (int k = 0; k < num_ranks; ++k) times.resident[k] += working[k];
+  return times;
+}
+
+}  // namespace schedule_internal
+
+StageCosts costs_of_stages(const PieceCosts& pieces, const PieceStages& stages) {
+  schedule_internal::check_pieces(pieces);
+  const auto& begins = stages.begins;
+  const bool rises = !begins.empty() && begins[0] == 0 && begins.back() < pieces.size() &&
+                     std::ranges::adjacent_find(begins, std::greater_equal<>()) == begins.end();
+  const auto known = [&](int way) { return way >= 0 && way < static_cast<int>(pieces.ways.size()); };
+  if (!rises || stages.ways.size() != begins.size() || !std::ranges::all_of(stages.ways, known))
+    throw Error(ErrorKind::InvalidArgument, "the stages are no cut of these pieces", "",
+                "stages begin at piece 0 and then at later and later ones");
+  const schedule_internal::PieceSums sums(pieces, 1, [](int) { return 1.0; });
+  std::vector<int> own_rank(begins.size());
+  for (std::size_t s = 0; s < begins.size(); ++s) own_rank[s] = static_cast<int>(s);
+  auto times = sums.times(stages, own_rank, static_cast<int>(begins.size()), pieces.latency);
+  Costs costs{.forward = times.forward, .input = times.input, .weight = times.weight, .full = times.full,
+              .communication = times.message};
+  costs.activation = times.activation;
+  costs.held_for_weight = pieces.held_for_weight;
+  for (std::size_t s = 0; s < begins.size(); ++s) times.resident[s] -= times.working[s];
+  return {costs, times.resident, times.working, 0};
+}
+
+PieceStages balanced_stages(const PieceCosts& pieces, int num_stages) {
+  const int size = pieces.size();
+  if (num_stages < 1 || num_stages > size)
+    throw Error(ErrorKind::InvalidArgument, str(size, " pieces cannot be cut into ", num_stages, " stages"), "",
+                "fewer ranks, or fewer stages a rank");
+  const PieceCosts::Way& way = pieces.ways.at(0);
+  std::vector<double> sums = {0};
+  for (int i = 0; i < size; ++i) sums.push_back(sums.back() + way.forward[i] + way.input[i] + way.weight[i]);
+  std::vector<std::vector<double>> slowest(num_stages + 1, std::vector<double>(size + 1, schedule_internal::kForever));
+  std::vector<std::vector<int>> from(num_stages + 1, std::vector<int>(size + 1, 0));
+  slowest[0][0] = 0;
+  for (int s = 1; s <= num_stages; ++s) {
+    for (int last = s; last <= size; ++last) {
+      for (int first = s - 1; first < last; ++first) {
+        const double value = std::max(slowest[s - 1][first], sums[last] - sums[first]);
+        if (value < slowest[s][last]) slowest[s][last] = value, from[s][last] = first;
+      }
+    }
+  }
+  PieceStages stages{std::vector<int>(num_stages), std::vector<int>(num_stages, 0)};
+  for (int s = num_stages, last = size; s > 0; --s) stages.begins[s - 1] = last = from[s][last];
+  return stages;
+}
+
+}  // namespace plumb

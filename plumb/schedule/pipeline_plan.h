@@ -1,0 +1,32 @@
+// A plan: everything that says how a model is trained over ranks, as one file.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+struct PipelinePlan {
+  std::vector<std::string> cut;        // by stage but the first: a value that its first operator makes
+  Schedule schedule;                   // also says which rank runs which stage
+  std::vector<std::string> recompute;  // by stage: "cheap" or "none"
+  int replicas = 1;                    // equal pipelines beside each other
+  // Predictions, for people.
+  double seconds = 0;          // of a step
+  std::vector<double> memory;  // bytes, by rank
+
+  int num_stages() const { return schedule.num_stages(); }
+  bool operator==(const PipelinePlan&) const = default;
+};
+
+// Returns the plan as JSON. parse_plan() returns it again.
+std::string to_json(const PipelinePlan& plan);
+// Takes any bytes: time and memory are bounded by their length. `where`: a file's name for messages. Throws
+// Error(BadFile) for what is no plan and names the entry, and Error(Schedule) for a table that cannot run.
+PipelinePlan parse_plan(std::string_view text, const std::string& where = "");
+PipelinePlan read_plan(const std::string& path);
+
+}  // namespace plumb

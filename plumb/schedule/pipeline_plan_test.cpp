@@ -1,0 +1,53 @@
+// Plan files: what is written is read again, and no bytes do harm.
+#include "plumb/schedule/pipeline_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/generators.h"
+#include "tests/message_of.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::HasSubstr;
+
+PipelinePlan example() {
+  const Schedule schedule = zbv_schedule(2, 4);
+  return {{"addmm_1", "gelu", "addmm_3"}, schedule, {"cheap", "none", "cheap", "cheap"}, 2, 0.25, {1e6, 2e6}};
+}
+
+std::string changed(const char* entry, const nlohmann::json& value) {
+  nlohmann::json document = nlohmann::json::parse(to_json(example()));
+  document[entry] = value;
+  return document.dump();
+}
+
+TEST(PipelinePlan, IsReadAgainAsItWasWritten) { EXPECT_EQ(parse_plan(to_json(example())), example()); }
+
+TEST(PipelinePlan, SaysWhichEntryIsWrong) {
+  const auto problem = [](const std::string& text) { return message_of([&] { parse_plan(text, "best.json"); }); };
+  EXPECT_THAT(problem("{"), HasSubstr("is no plan of plumb"));
+  EXPECT_THAT(problem("[1]"), HasSubstr("is no plan of plumb"));
+  EXPECT_THAT(problem("{}"), HasSubstr("'plumb_plan' is missing"));
+  EXPECT_THAT(problem(changed("plumb_plan", 2)), HasSubstr("'plumb_plan'"));
+  EXPECT_THAT(problem(changed("ranks", 3)), HasSubstr("2 rows for 3 ranks"));
+  EXPECT_THAT(problem(changed("ranks", 1e9)), HasSubstr("'ranks'"));
+  EXPECT_THAT(problem(changed("microbatches", 5)), HasSubstr("4 microbatches"));
+  EXPECT_THAT(problem(changed("replicas", 0)), HasSubstr("'replicas'"));
+  EXPECT_THAT(problem(changed("cut", {"a"})), HasSubstr("'cut' 2"));
+  EXPECT_THAT(problem(changed("cut", {1, 2, 3})), HasSubstr("'cut' holds what is no text"));
+  EXPECT_THAT(problem(changed("recompute", {"cheap", "all", "cheap", "cheap"})), HasSubstr("neither cheap nor none"));
+  EXPECT_THAT(problem(changed("memory", {-1})), HasSubstr("'memory'"));
+  EXPECT_THAT(problem(changed("seconds", "soon")), HasSubstr("'seconds'"));
+  EXPECT_THAT(problem(changed("table", {"0F0\n1F0", "1F0"})), HasSubstr("more than actions"));
+  EXPECT_THAT(problem(changed("table", {"0F999999999", ""})), HasSubstr("names number 999999999"));
+  EXPECT_NE(problem(changed("table", {"0F0,1F0", "1F0"})), "") << "a table that cannot run";
+  EXPECT_THAT(problem(std::string(5000, '[')), HasSubstr("is no plan of plumb"));
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,113 @@
+// --audit: what a rank's memory or its arithmetic does wrong is found, and the rank is replaced as a lost one.
+//
+// 1. The state's hash after an update is its hash before the next one. Replicas have the same hash after each update.
+// 2. In every step a stage's microbatch, by chance, runs again on another rank, in that rank's largest gap of the next
+//    step: from its inputs, its outputs' gradients and the weights in the copies (state_copies.h). Hashes of its
+//    outputs, its inputs' gradients and its parameters' gradients are compared.
+//
+// A rank that is wrong throws Error(ExecutionFailed) and ends, before the step that it was found in changes a weight.
+// Copies of its state, and after 2. all copies of the edge after the audited step, are given up: the run goes on from
+// the edge before.
+#pragma once
+
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/transport/transport.h"
+#include "plumb/training/state_copies.h"
+#include "plumb/training/train_step.h"
+#include "plumb/transforms/track/tracker.h"
+
+namespace plumb {
+
+// Throws UsageError if --audit can do nothing: nobody makes up for a rank that is wrong.
+void check_audit(const TrainOptions& options);
+
+// A stage of which one microbatch may be watched.
+class AuditedStage : public GraphStage {
+ public:
+  AuditedStage(const GraphModule& module, const PipeTable& table, int index)
+      : AuditedStage(tracked(module), table, index) {}
+  Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
+  // Watches the next run of this microbatch.
+  void watch(int microbatch) { watched_ = microbatch; }
+  // Makes the next watched run wrong: a bit of its first floating-point input is flipped where it computes (--inject).
+  void compute_wrong() { wrong_ = true; }
+
+  struct Seen {
+    Tensors inputs, output_grads;
+    std::vector<bool> requires_grad;  // inputs
+    RunRows rows;
+    std::vector<std::pair<std::string, uint64_t>> hashes;  // by name, in the graph's order
+  };
+  // Returns what the watched run and its backward were, and forgets it. No inputs: there was none.
+  Seen take();
+
+ private:
+  using Tracked = std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<ScaleTracker>>;
+  static Tracked tracked(const GraphModule& module);
+  AuditedStage(const Tracked& made, const PipeTable& table, int index);
+
+  std::shared_ptr<ScaleTracker> tracker_;
+  std::vector<std::pair<int64_t, std::string>> hashed_;  // slots of outputs, inputs and parameters, and their names
+  std::vector<int64_t> outputs_;                         // slots by output; -1: none
+  size_t num_outputs_ = 0;                               // the first of hashed_
+  int watched_ = -1;
+  bool wrong_ = false;
+  Seen seen_;
+};
+
+// Puts an AuditedStage in the place of each.
+void watch_stages(const TrainJob& job, std::map<int, std::shared_ptr<StageFunction>>& stages);
+
+// Does what a fault of these kinds is: flip or rot. Others: nothing.
+void flip_bits(const Fault& fault, TrainStep& step);
+
+// The stage and microbatch of a step, by chance, that rank `by` computes again for the rank that has computed them.
+struct AuditChoice {
+  int rank = 0, by = 0, stage = 0, microbatch = 0;
+};
+// Returns the same on all ranks.
+AuditChoice audit_choice(const TrainOptions& options, const Schedule& schedule, int64_t step);
+
+class Auditor {
+ public:
+  using Report = std::function<void(const event::AuditFailed&)>;
+  // `copies`: null if the loss of a process ends the run. Only 1. is done then, and where copies are not shared. All must
+  // outlive it.
+  Auditor(const TrainOptions& options, TrainJob& job, const TrainRanks& ranks, TrainStep& step, StateCopies* copies,
+          Report report);
+
+  // Every rank calls these in this order, for every step of a run.
+  void begin_step(int64_t step);
+  void action_done(size_t done);
+  // Before the step's numbers are shared: throws if this rank is wrong.
+  void check();
+  // After the update.
+  void wrote();
+
+ private:
+  std::vector<std::pair<std::string, at::Tensor>> state() const;
+  void check_state();
+  void check_replicas();
+  void exchange();
+  void run_again();
+  std::vector<std::pair<std::string, uint64_t>> computed_again();
+  [[noreturn]] void fail(const event::AuditFailed& found);
+  [[noreturn]] static void stop(const event::AuditFailed& found);
+
+  const TrainOptions& o_;
+  TrainJob& job_;
+  const TrainRanks& ranks_;
+  TrainStep& step_;
+  StateCopies* const copies_;
+  const Report report_;
+  std::unique_ptr<Transport> transport_;  // null: only 1. is done
+  std::vector<std::pair<std::string, uint64_t>> written_;
+  int64_t now_ = 0;
+  size_t gap_ = 0;              // number of actions before it
+  std::optional<AuditChoice> watched_, audited_;  // of this step, and of the one before, which is audited in this one
+  std::optional<AuditedStage::Seen> received_;
+  double accused_ = -1;  // a rank, found here
+  std::map<int, std::shared_ptr<AuditedStage>> others_;  // by stage
+};
+
+}  // namespace plumb

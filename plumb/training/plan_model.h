@@ -1,0 +1,57 @@
+// A model's plan: costs measured, named schedules compared, and cut, placement and order searched together.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/partition/pipe.h"
+#include "plumb/pipeline/runtime/stage_costs.h"
+#include "plumb/schedule/joint.h"
+#include "plumb/schedule/pipeline_plan.h"
+
+namespace plumb {
+
+struct PlanRequest {
+  int ranks = 2, microbatches = 4, replicas = 1;
+  // Bytes of a rank. Infinite: the searched plan takes no more than the quickest named schedule.
+  double memory_limit = std::numeric_limits<double>::infinity();
+  std::vector<int> stages_per_rank = {1, 2, 3};
+  // Names of schedules, "Searched" and "Joint"; empty: all that are not bidirectional.
+  std::vector<std::string> names;
+  StageCostOptions costs;
+  bool estimate = false;  // costs from shapes: the model is not run
+  int tables = JointOptions().tables;
+  std::uint64_t seed = 1;
+};
+
+// Every schedule tried, with the stages that it was timed with.
+struct PlannedModel {
+  std::vector<ScheduleChoice> choices;  // as compare_schedules() orders them; "Joint" among them
+  std::map<int, std::shared_ptr<Pipe>> pipes;  // of the named ones, by number of stages
+  std::shared_ptr<Pipe> joint_pipe;            // null without "Joint"
+  std::vector<std::string> joint_recompute;    // by stage
+  double bound = 0;                            // no step is shorter
+  double spread = 0;                           // StageCosts::spread, the largest
+
+  std::shared_ptr<Pipe> pipe_of(const ScheduleChoice& choice) const;
+  // Returns null if no named schedule fits.
+  const ScheduleChoice* best_named() const;
+  // Returns null if there is none of that name. "": the first that fits.
+  const ScheduleChoice* find(const std::string& name) const;
+  PipelinePlan plan_of(const GraphModule& module, const ScheduleChoice& choice, int replicas) const;
+};
+
+constexpr const char* kJoint = "Joint";
+
+// `inputs`: a microbatch, flat; not used for estimates. `phase` is told what begins. Throws Error(UnknownName) for
+// schedules, and what a stage throws. A schedule that cannot be had is a choice with a problem.
+PlannedModel plan_model(const GraphModule& module, const std::vector<c10::IValue>& inputs, const PlanRequest& request,
+                        const std::function<void(const std::string& what)>& phase = {});
+
+// Returns one sentence: the choice beside 1F1B and the best named schedule, and how near it is to what is possible.
+std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken);
+
+}  // namespace plumb

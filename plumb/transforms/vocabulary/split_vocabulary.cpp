@@ -1,0 +1,289 @@
+#include "plumb/transforms/vocabulary/split_vocabulary.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "plumb/core/error.h"
+#include "plumb/core/str.h"
+#include "plumb/graph/passes/tools.h"
+#include "plumb/transforms/operands.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kPart = "_part";
+
+c10::IValue ints(std::vector<int64_t> list) { return {std::move(list)}; }
+
+// A head and its loss as the graph has them.
+struct Head {
+  Node* loss = nullptr;
+  Node* product = nullptr;
+  std::vector<Node*> between;  // views from the product to the loss
+  Value* input = nullptr;
+  Node* weight = nullptr;  // get_attr, (words, width)
+  Node* bias = nullptr;    // get_attr, or null
+  std::vector<Node*> of_weight;  // a transposition between the weight and the product
+  int64_t words = 0, width = 0;
+};
+
+Node* attribute(const Arg& arg) {
+  return arg.is_value() && arg.value()->producer()->kind() == NodeKind::GetAttr ? arg.value()->producer() : nullptr;
+}
+
+// Finds the head of a loss; returns the reason if there is none to divide.
+std::string find_head(Node* loss, Head& head) {
+  head.loss = loss;
+  Value* logits = loss->arg("self").value();
+  if (!loss->arg("weight").is_none()) return "the loss has weights";
+  if (number_of(loss->arg("label_smoothing")) != 0.0) return "the loss smooths its labels";
+  Node* node = logits->producer();
+  while (node->is_op("aten::view") || node->is_op("aten::reshape") || node->is_op("aten::_unsafe_view") ||
+         node->is_op("aten::flatten")) {
+    head.between.push_back(node);
+    node = node->input(0)->producer();
+  }
+  head.product = node;
+  const bool linear = node->is_op("aten::linear"), addmm = node->is_op("aten::addmm"), mm = node->is_op("aten::mm");
+  if (!linear && !addmm && !mm) return "its logits come from " + std::string(node->op_name()) + ", not from a linear layer";
+  if (addmm && (number_of(node->arg("beta")) != 1.0 || number_of(node->arg("alpha")) != 1.0)) return "its product is scaled";
+  head.input = node->arg(linear ? 0 : addmm ? 1 : 0).value();
+  Arg weight = node->arg(linear ? 1 : addmm ? 2 : 1);
+  if (!linear) {
+    Node* turned = weight.is_value() ? weight.value()->producer() : nullptr;
+    if (turned == nullptr || !turned->is_op("aten::t")) return "its weight is no parameter's";
+    head.of_weight.push_back(turned);
+    weight = turned->arg(0);
+  }
+  head.weight = attribute(weight);
+  if (head.weight == nullptr) return "its weight is no parameter";
+  if (linear || addmm) {
+    const Arg& bias = node->arg(linear ? 2 : 0);
+    head.bias = attribute(bias);
+    if (!bias.is_none() && head.bias == nullptr) return "its bias is no parameter";
+  }
+  const auto alone = [](const Node* made) { return made->result()->uses().size() == 1; };
+  for (const Node* view : head.between) {
+    if (!alone(view)) return "something else reads the logits";
+  }
+  if (!alone(node)) return "something else reads the logits";
+  const auto& logit_meta = logits->meta();
+  const auto& target_meta = loss->arg("target").value()->meta();
+  if (!logit_meta || logit_meta->sizes.size() != 2 || !logit_meta->symbols.empty()) return "the sizes of its logits are not known";
+  if (!target_meta || target_meta->is_floating_point()) return "its targets are probabilities";
+  if (logit_meta->dtype != at::kFloat && logit_meta->dtype != at::kDouble) return "its logits are not float32 or float64";
+  return "";
+}
+
+class Divider {
+ public:
+  Divider(GraphModule& module, int parts, Report& report) : module_(module), parts_(parts), report_(report) {}
+
+  bool run() {
+    bool changed = false;
+    for (Node* node : module_.graph().nodes()) {
+      if (!node->is_op("aten::cross_entropy_loss")) continue;
+      Head head;
+      std::string reason = find_head(node, head);
+      if (reason.empty()) reason = check_state(head);
+      if (!reason.empty()) {
+        report_.add(ReportKind::LeftAlone, node, "aten::cross_entropy_loss", "", reason);
+        continue;
+      }
+      divide(head);
+      changed = true;
+    }
+    return changed;
+  }
+
+ private:
+  // Parameters that are all the head's own.
+  std::string check_state(Head& head) const {
+    const auto own = [&](const Node* attr, size_t users) {
+      if (attr->result()->uses().size() != users) return false;
+      const Attr& here = module_.state().get(attr->target());
+      return std::ranges::count_if(module_.state(), [&](const Attr& a) {
+               return a.tensor.unsafeGetTensorImpl() == here.tensor.unsafeGetTensorImpl();
+             }) == 1;
+    };
+    const at::Tensor& weight = module_.state().get(head.weight->target()).tensor;
+    const bool turned_alone = head.of_weight.empty() || head.of_weight[0]->result()->uses().size() == 1;
+    if (!own(head.weight, 1) || !turned_alone) return "its weight has other users (a tied embedding?)";
+    if (head.bias != nullptr && !own(head.bias, 1)) return "its bias has other users";
+    head.words = weight.size(0), head.width = weight.size(1);
+    return head.words < parts_ ? str("it has ", head.words, " words for ", parts_, " parts") : "";
+  }
+
+  // Calls an operator in the place of the loss.
+  Value* call(const char* op, std::vector<Arg> args, std::vector<int64_t> sizes, at::ScalarType dtype, bool grad) {
+    Node* made = module_.graph().call(op, std::move(args));
+    made->meta() = head_->loss->meta();
+    TensorMeta meta;
+    meta.dtype = dtype;
+    meta.strides = contiguous_strides(sizes);
+    meta.sizes = std::move(sizes);
+    meta.device = head_->input->meta() ? head_->input->meta()->device : at::Device(at::kCPU);
+    meta.requires_grad = grad;
+    made->result()->set_meta(std::move(meta));
+    return made->result();
+  }
+
+  // Returns the rows of a parameter as a parameter of their own.
+  Value* part_of(const Node* attr, int part, int64_t begin, int64_t end) {
+    const Attr whole = module_.state().get(attr->target());
+    const std::string name = whole.name + kPart + std::to_string(part);
+    at::Tensor rows;
+    {
+      const at::NoGradGuard no_grad;
+      rows = whole.tensor.detach().slice(0, begin, end).clone();
+    }
+    rows.set_requires_grad(whole.tensor.requires_grad());
+    TensorMeta meta = TensorMeta::of(rows);
+    module_.state().add({name, whole.kind, rows, whole.persistent});
+    return module_.graph().get_attr(name, meta)->result();
+  }
+
+  // Returns the part's two numbers a row.
+  std::pair<Value*, Value*> make_part(Value* targets, int part) {
+    const Head& head = *head_;
+    const int64_t begin = head.words * part / parts_, end = head.words * (part + 1) / parts_, words = end - begin;
+    Value* weight = part_of(head.weight, part, begin, end);
+    Value* bias = head.bias ? part_of(head.bias, part, begin, end) : nullptr;
+    std::vector<int64_t> sizes = head.product->result()->meta() ? head.product->result()->meta()->sizes : std::vector{rows_, words};
+    sizes.back() = words;
+    const bool flat = sizes.size() == 2;
+    Value* logits = call("aten::linear", {head.input, weight, bias ? Arg(bias) : Arg()}, sizes, dtype_, true);
+    if (!flat) logits = call("aten::reshape", {logits, ints({-1, words})}, {rows_, words}, dtype_, true);
+    Value* sum = call("aten::logsumexp", {logits, ints({1})}, {rows_}, dtype_, true);
+    Value* moved = begin == 0 ? targets : call("aten::sub.Tensor", {targets, begin}, {rows_}, at::kLong, false);
+    Value* index = call("aten::clamp", {moved, int64_t{0}, words - 1}, {rows_}, at::kLong, false);
+    Value* own = call("aten::eq.Tensor", {index, moved}, {rows_}, at::kBool, false);
+    Value* column = call("aten::unsqueeze", {index, int64_t{1}}, {rows_, 1}, at::kLong, false);
+    Value* found = call("aten::gather", {logits, int64_t{1}, column}, {rows_, 1}, dtype_, true);
+    found = call("aten::squeeze.dim", {found, int64_t{1}}, {rows_}, dtype_, true);
+    return {sum, call("aten::where.ScalarOther", {own, found, 0.0}, {rows_}, dtype_, true)};
+  }
+
+  void divide(Head& head) {
+    head_ = &head;
+    Graph& graph = module_.graph();
+    rows_ = head.loss->arg("self").value()->meta()->sizes[0];
+    dtype_ = head.loss->arg("self").value()->meta()->dtype;
+    const auto here = graph.inserting_before(head.loss);
+    Value* targets = head.loss->arg("target").value();
+    Arg::List sums;
+    Value* target_logit = nullptr;
+    for (int part = 0; part < parts_; ++part) {
+      const auto [sum, logit] = make_part(targets, part);
+      sums.emplace_back(call("aten::unsqueeze", {sum, int64_t{0}}, {1, rows_}, dtype_, true));
+      target_logit = part == 0 ? logit : call("aten::add.Tensor", {target_logit, logit}, {rows_}, dtype_, true);
+    }
+    Value* all = call("aten::cat", {Arg(sums)}, {parts_, rows_}, dtype_, true);
+    all = call("aten::logsumexp", {all, ints({0})}, {rows_}, dtype_, true);
+    Value* loss = call("aten::sub.Tensor", {all, target_logit}, {rows_}, dtype_, true);
+    // A target that is no word is a loss that is no number; one that is to be ignored is none.
+    Value* low = call("aten::ge.Scalar", {targets, int64_t{0}}, {rows_}, at::kBool, false);
+    Value* high = call("aten::lt.Scalar", {targets, head.words}, {rows_}, at::kBool, false);
+    Value* word = call("aten::logical_and", {low, high}, {rows_}, at::kBool, false);
+    loss = call("aten::where.ScalarOther", {word, loss, std::numeric_limits<double>::quiet_NaN()}, {rows_}, dtype_, true);
+    Value* counts = call("aten::ne.Scalar", {targets, head.loss->arg("ignore_index")}, {rows_}, at::kBool, false);
+    loss = call("aten::where.ScalarOther", {counts, loss, 0.0}, {rows_}, dtype_, true);
+    const int64_t reduction = head.loss->arg("reduction").constant().toInt();
+    if (reduction != at::Reduction::None) loss = call("aten::sum", {loss}, {}, dtype_, true);
+    if (reduction == at::Reduction::Mean) {
+      Value* count = call("aten::sum", {counts}, {}, at::kLong, false);
+      loss = call("aten::div.Tensor", {loss, count}, {}, dtype_, true);
+    }
+    finish(head, loss);
+  }
+
+  void finish(const Head& head, Value* loss) {
+    Graph& graph = module_.graph();
+    report_.add(ReportKind::Replaced, head.product, std::string(head.product->op_name()), str(parts_, " parts"),
+                str(head.weight->target(), " is now ", head.weight->target(), kPart, "0 to ", kPart, parts_ - 1, ", ",
+                    head.words, " words; sums over words are taken part by part"));
+    const std::string name = head.loss->result()->name();
+    graph.replace_all_uses_with(head.loss->result(), loss);
+    graph.erase(head.loss);
+    loss->rename(name);
+    for (Node* view : head.between) graph.erase(view);
+    graph.erase(head.product);
+    for (Node* turned : head.of_weight) graph.erase(turned);
+    for (Node* attr : {head.weight, head.bias}) {
+      if (attr == nullptr) continue;
+      const std::string of = attr->target();
+      graph.erase(attr);
+      module_.state().erase(of);
+    }
+    module_.sync_module();
+  }
+
+  GraphModule& module_;
+  const int parts_;
+  Report& report_;
+  Head* head_ = nullptr;
+  int64_t rows_ = 0;
+  at::ScalarType dtype_ = at::kFloat;
+};
+
+bool split(GraphModule& module, int parts, Report& report) {
+  if (parts < 2) {
+    throw Error(ErrorKind::InvalidArgument, str("a vocabulary cannot be divided in ", parts, " parts"), "",
+                "as many parts as ranks, 2 at least");
+  }
+  return Divider(module, parts, report).run();
+}
+
+const RegisterPass split_vocabulary_pass({
+    "split_vocabulary",
+    "Divides a head and its cross entropy by words, so that a pipeline can spread them over its ranks.",
+    {{"parts", "2", "how many; as many as ranks"}},
+    [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+      Report report("split_vocabulary");
+      const bool changed = split(module, static_cast<int>(number_option(given, "parts", 2)), report);
+      if (lines) *lines = report.lines();
+      return changed;
+    },
+});
+
+}  // namespace
+
+std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts) {
+  auto result = derive(*module);
+  Report report("split_vocabulary");
+  run_checked("split_vocabulary", [&] { return split(*result, parts, report); }, *result);
+  result->reports.push_back(std::move(report));
+  return result;
+}
+
+State join_vocabulary(const State& state) {
+  std::map<std::string, std::map<int, at::Tensor>> parts;
+  const auto place = [](const std::string& name) { return name.rfind(kPart); };
+  const auto is_part = [&](const std::string& name) {
+    const size_t at = place(name);
+    return at != std::string::npos && at + 5 < name.size() && name.size() < at + 15 &&
+           std::ranges::all_of(name.substr(at + 5), [](char c) { return c >= '0' && c <= '9'; });
+  };
+  for (const Attr& attr : state) {
+    if (is_part(attr.name)) parts[attr.name.substr(0, place(attr.name))][std::stoi(attr.name.substr(place(attr.name) + 5))] = attr.tensor;
+  }
+  State joined;
+  for (const Attr& attr : state) {
+    if (!is_part(attr.name)) {
+      joined.add(attr);
+      continue;
+    }
+    const std::string name = attr.name.substr(0, place(attr.name));
+    if (joined.contains(name)) continue;
+    std::vector<at::Tensor> rows;
+    for (const auto& [part, tensor] : parts[name]) rows.push_back(tensor.detach());
+    const at::NoGradGuard no_grad;
+    joined.add({name, attr.kind, at::cat(rows).set_requires_grad(attr.tensor.requires_grad()), attr.persistent});
+  }
+  return joined;
+}
+
+}  // namespace plumb

@@ -1,0 +1,118 @@
+// Plans: a model's costs measured, its schedules compared and searched, and plan files.
+#include "errors.h"
+#include "module.h"
+#include "plumb/core/output_file.h"
+#include "plumb/training/loss.h"
+#include "plumb/training/plan_model.h"
+#include "plumb/training/plan_page.h"
+
+namespace plumb::python {
+namespace {
+
+struct PythonPlanned {
+  std::shared_ptr<GraphModule> module;
+  PlannedModel planned;
+  int replicas = 1;
+
+  const ScheduleChoice& choice(const std::string& name) const {
+    const ScheduleChoice* found = planned.find(name);
+    if (found != nullptr) return *found;
+    for (const ScheduleChoice& c : planned.choices) {
+      if (c.name == name) throw Error(ErrorKind::InvalidArgument, c.name + " cannot be had: " + c.problem);
+    }
+    if (!name.empty())
+      throw Error(ErrorKind::UnknownName, "no schedule named '" + name + "' was compared", "", "another name");
+    const ScheduleChoice* least = nullptr;
+    for (const ScheduleChoice& c : planned.choices) {
+      if (c.problem.empty() && (least == nullptr || c.peak() < least->peak())) least = &c;
+    }
+    if (least == nullptr)
+      throw Error(ErrorKind::Partition, "no schedule can be had: " + planned.choices.front().problem, "",
+                  "fewer ranks, or fewer stages_per_rank");
+    throw Error(ErrorKind::InvalidArgument,
+                "no schedule keeps the memory limit: the least that a rank needs is " + bytes_text(least->peak()), "",
+                "a higher limit, more ranks, or smaller microbatches");
+  }
+};
+
+// From a callable of the outputs, a name of --loss, or None: the model's own loss, else cross_entropy.
+std::function<at::Tensor(const Tensors&)> loss_of(const py::object& loss, const GraphModule& module) {
+  if (loss.is_none() || py::isinstance<py::str>(loss))
+    return example_loss(loss.is_none() ? "" : loss.cast<std::string>(), module);
+  return [function = held(loss)](const Tensors& outputs) {
+    return with_gil([&] { return (*function)(*py::tuple(py::cast(outputs))).cast<at::Tensor>(); });
+  };
+}
+
+std::unique_ptr<PythonPlanned> plan(std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs,
+                                    PlanRequest request, double memory, const py::object& loss, double gigabytes,
+                                    double microseconds) {
+  if (memory > 0) request.memory_limit = memory;
+  if (!(gigabytes > 0) || !(microseconds >= 0))
+    throw Error(ErrorKind::InvalidArgument, "the link has no rate above zero", "", "link=(12.5, 20): GB/s, microseconds");
+  request.costs.bytes_per_second = gigabytes * 1e9;
+  request.costs.seconds_per_message = microseconds * 1e-6;
+  request.costs.loss = loss_of(loss, *module);
+  auto made = std::make_unique<PythonPlanned>(PythonPlanned{module, {}, request.replicas});
+  py::gil_scoped_release release;
+  if (!inputs && !request.estimate) inputs = example_inputs(*module);
+  made->planned = plan_model(*module, inputs.value_or(std::vector<c10::IValue>()), request);
+  return made;
+}
+
+py::dict row_of(const ScheduleChoice& c) {
+  py::dict row("schedule"_a = c.name, "stages_per_rank"_a = c.stages_per_rank, "fits"_a = c.fits, "problem"_a = c.problem);
+  if (!c.problem.empty()) return row;
+  row["step"] = c.simulation.makespan;
+  row["bubble"] = c.simulation.bubble_rate();
+  row["memory"] = c.memory;
+  return row;
+}
+
+Register plan_part([](py::module_& m) {
+  py::class_<PipelinePlan>(m, "Plan", "Cut, ranks, table and recomputation of a pipeline.")
+      .def_readonly("cut", &PipelinePlan::cut)
+      .def_readonly("schedule", &PipelinePlan::schedule)
+      .def_readonly("recompute", &PipelinePlan::recompute)
+      .def_readonly("replicas", &PipelinePlan::replicas)
+      .def_readonly("seconds", &PipelinePlan::seconds)
+      .def_readonly("memory", &PipelinePlan::memory)
+      .def("json", [](const PipelinePlan& plan) { return to_json(plan); })
+      .def("save", [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); });
+  m.def("read_plan", &read_plan, py::arg("path"));
+  m.def("parse_plan", &parse_plan, py::arg("text"), py::arg("where") = "");
+  py::class_<PythonPlanned>(m, "PlannedModel", "Every schedule that was compared for a model.")
+      .def_property_readonly("rows",
+                             [](const PythonPlanned& p) {
+                               py::list rows;
+                               for (const ScheduleChoice& c : p.planned.choices) rows.append(row_of(c));
+                               return rows;
+                             })
+      .def_property_readonly("spread", [](const PythonPlanned& p) { return p.planned.spread; })
+      .def("conclusion",
+           [](const PythonPlanned& p, const std::string& name) { return conclusion(p.planned, p.choice(name)); })
+      .def("plan",
+           [](const PythonPlanned& p, const std::string& name) {
+             return p.planned.plan_of(*p.module, p.choice(name), p.replicas);
+           })
+      .def("page", [](const PythonPlanned& p, const std::string& name, const std::string& model, const std::string& path) {
+        plan_page(p.planned, p.choice(name), model).write(path);
+      });
+  m.def(
+      "plan_model",
+      [](std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs, int ranks,
+         int microbatches, int replicas, double memory, const py::object& loss, std::pair<double, double> link,
+         std::vector<int> stages_per_rank, std::vector<std::string> names, bool estimate, int tables) {
+        PlanRequest request{.ranks = ranks, .microbatches = microbatches, .replicas = replicas,
+                            .stages_per_rank = std::move(stages_per_rank), .names = std::move(names),
+                            .estimate = estimate};
+        if (tables > 0) request.tables = tables;
+        return plan(std::move(module), std::move(inputs), std::move(request), memory, loss, link.first, link.second);
+      },
+      py::arg("module"), py::arg("inputs"), py::kw_only(), py::arg("ranks"), py::arg("microbatches"),
+      py::arg("replicas"), py::arg("memory"), py::arg("loss"), py::arg("link"), py::arg("stages_per_rank"),
+      py::arg("names"), py::arg("estimate"), py::arg("tables"));
+});
+
+}  // namespace
+}  // namespace plumb::python

@@ -1,0 +1,130 @@
+"""The first tensor in which two runs differ: :func:`diff`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _C
+from ._capture.forward import capture
+from ._errors import Error
+from ._exported import load_pt2
+from ._graph_module import GraphModule
+from ._recorder import History, read_history
+from ._state import sync_state
+
+
+class Diff:
+    """The result of :func:`diff`. ``print(it)`` shows the conclusion and the tensors that differ."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        found = json.loads(engine.to_json())
+        self.equal: bool = found["equal"]
+        """True if nothing that was compared differs."""
+        self.conclusion: str = found["conclusion"]
+        """Names the first tensor that differs, how far apart it is, and how many follow from it."""
+        self.statement: str = found["statement"]
+        """The bits that could be expected to be equal: every bit, what does not depend on the microbatches, or nothing."""
+        self.first: dict[str, Any] | None = found.get("first")
+        """``tensor``, ``kind`` (``"value"``, ``"gradient"``, ``"gradient_sum"``, ``"after_step"``, ``"optimizer_state"``), ``module``,
+        ``operator``, ``source``, ``stage``, ``rank``, ``microbatch``, ``first_row``, ``rows`` (-1 and 0 if unknown), and ``step``, ``ulps``
+        and ``relative`` where they are known. None if nothing differs."""
+        self.compared: int = found["compared"]
+        self.differing: int = found["differing"]
+        self.following: int = found["following"]
+        """Number of tensors compared in the step; those of them that differ; those that follow from the first."""
+        self.only_a: list[str] = found["only_a"]
+        self.only_b: list[str] = found["only_b"]
+        """Names of tensors that only one of them has."""
+
+    def page(self, path: str) -> None:
+        """Writes an HTML page with the graph in colors, which needs no other file."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self._engine.page())
+
+    def __str__(self) -> str:
+        return self._engine.to_text()
+
+    def __repr__(self) -> str:
+        return f"<Diff: {self.conclusion}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def diff(
+    a: Any, b: Any, inputs: Any = None, *, loss: Callable[[Any], Tensor] | None = None, tolerance: float = 0.0
+) -> Diff:
+    """Names the first tensor in which `a` and `b` differ, in the order of the graph.
+
+    ::
+
+        print(plumb.diff("a.history", "b.history"))
+        print(plumb.diff(net, plumb.transforms.simulate_fp8(net), x))
+
+    a, b: two histories (:class:`plumb.History`, or their paths) with hashes; two state dicts; or two modules, each a
+        ``torch.nn.Module`` or the path of a ``.pt2`` file.
+    inputs: of two modules: a tensor, or a tuple of arguments. Each module gets them on the device of its parameters.
+    loss: takes a module's output and returns the scalar whose backward is compared; None: the sum of the outputs.
+    tolerance: relative differences of two modules' tensors up to this one count as none.
+
+    The modules stay as they are, their gradients too. Raises :class:`plumb.Error` for histories without hashes of a common
+    step, and for what :func:`plumb.capture` refuses.
+    """
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return Diff(_C.diff_tensors(_tensors(a), _tensors(b)))
+    is_module = [isinstance(x, nn.Module) or str(x).endswith(".pt2") for x in (a, b)]
+    if not any(is_module):
+        names = [x if isinstance(x, str) else "ab"[i] for i, x in enumerate((a, b))]
+        histories = [x if isinstance(x, History) else read_history(os.fspath(x)) for x in (a, b)]
+        return Diff(_C.diff_histories(histories[0]._engine, histories[1]._engine, *names))
+    if not all(is_module):
+        raise Error("a module is compared with a module", remedy="two modules, two .pt2 files, or one of each")
+    if inputs is None:
+        raise Error("two modules are compared on inputs", remedy="diff(a, b, inputs)")
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    graphs, calls = zip(*(_graph(x, args) for x in (a, b)))
+    both = _C.ModuleDiff(graphs[0]._engine, graphs[1]._engine)
+    for graph, engine, its in zip(graphs, (both.a, both.b), calls):
+        _run(graph, graph.on(engine), its, loss)
+    return Diff(both.report(tolerance))
+
+
+def _tensors(state: Mapping) -> list[tuple[str, Tensor]]:
+    return [(name, x.detach()) for name, x in state.items() if isinstance(x, Tensor)]
+
+
+def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
+    net = module if isinstance(module, nn.Module) else load_pt2(os.fspath(module))
+    device = next((p.device for p in net.parameters()), None)
+    its = pytree.tree_map_only(Tensor, lambda x: x.detach().to(device).requires_grad_(x.requires_grad), args)
+    graph = net if isinstance(net, GraphModule) else capture(net, *its)
+    sync_state(graph._engine, graph._slots)
+    return graph, its
+
+
+def _run(graph: GraphModule, tracked: Any, args: tuple, loss: Callable[[Any], Tensor] | None) -> None:
+    """Runs forward and backward, and leaves the parameters' gradients as they were."""
+    before = [(p, p.grad) for p in graph.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        with torch.enable_grad():
+            out = tracked(*args)
+            if loss is not None:
+                loss(out).backward()
+                return
+            ends = [x.sum() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+            if ends:
+                torch.stack([end.double() for end in ends]).sum().backward()
+    finally:
+        for p, grad in before:
+            p.grad = grad

@@ -1,0 +1,121 @@
+"""`plan`, which chooses a model's cut, ranks and schedule, and its result, `Plan`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _C
+from .._errors import Error, ErrorKind
+from ._sources import Source, SplitPolicy, make_source
+
+if TYPE_CHECKING:
+    from ._IR import CutPipe
+
+
+class Plan(SplitPolicy):
+    """A cut, the rank of each stage, the order of the work, and what is computed again. Made by `plan`, or read from a file
+    of `plumb plan -o`.
+
+    ::
+
+        best = plumb.pipelining.plan(model, (x,), ranks=4)
+        pipe = pipeline(model, (x,), split_policy=best)
+        schedule = ScheduleTable(best.build_stages(pipe, rank, "cpu"), best.microbatches, loss_fn, table=best.schedule)
+
+    Attributes: ``schedule``, the time table; ``cut``, for each stage but the first the value that its first operator
+    makes; ``recompute``, by stage; ``ranks``, ``microbatches``, ``replicas``; ``seconds`` and ``memory``, the predicted
+    time of a step and bytes by rank. After `plan` also ``rows``, a dict for every schedule that was compared;
+    ``conclusion``, a sentence; ``spread``, how far the middle one of the measured times is above the least.
+    """
+
+    def __init__(self, plan: str | os.PathLike | _C.Plan):
+        self._plan = _C.read_plan(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
+        self._planned: Any = None
+        self._name = ""
+        self.rows: list[dict[str, Any]] = []
+        self.conclusion, self.spread = "", 0.0
+
+    schedule = property(lambda self: self._plan.schedule)
+    cut = property(lambda self: self._plan.cut)
+    recompute = property(lambda self: self._plan.recompute)
+    replicas = property(lambda self: self._plan.replicas)
+    seconds = property(lambda self: self._plan.seconds)
+    memory = property(lambda self: self._plan.memory)
+    ranks = property(lambda self: self._plan.schedule.num_ranks)
+    microbatches = property(lambda self: self._plan.schedule.num_microbatches)
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"before_values": self.cut}
+
+    def build_stages(self, pipe: CutPipe, rank: int, device: torch.device | str, group: Any = None) -> list[Any]:
+        """Returns the stages of a rank, for a schedule to run."""
+        here = [s for s, r in enumerate(self.schedule.ranks) if r == rank]
+        return [pipe.build_stage(s, device, group, recompute=self.recompute[s]) for s in here]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the file that `plumb train --plan` takes."""
+        self._plan.save(os.fspath(path))
+
+    def page(self, path: str | os.PathLike, model: str = "the model") -> None:
+        """Writes an HTML page: the time line beside the best named schedule's, memory by rank, all schedules. For a plan
+        that `plan` made."""
+        if self._planned is None:
+            raise Error(
+                "a plan from a file has no costs to show", kind=ErrorKind.InvalidState, remedy="plumb.pipelining.plan(model, ...)"
+            )
+        self._planned.page(self._name, model, os.fspath(path))
+
+    def __repr__(self) -> str:
+        table = self.schedule
+        return f"<Plan: {table.name}, {table.num_stages} stages on {self.ranks} ranks, {self.microbatches} microbatches>"
+
+
+def plan(
+    module: Any,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: dict[str, Any] | None = None,
+    *,
+    ranks: int,
+    microbatches: int | None = None,
+    replicas: int = 1,
+    memory: float | None = None,
+    link: tuple[float, float] = (2.0, 50.0),
+    loss: str | Callable[..., torch.Tensor] | None = None,
+    stages_per_rank: Sequence[int] = (1, 2, 3),
+    schedules: Sequence[str] = (),
+    take: str = "",
+    estimate: bool = False,
+    tables: int = 0,
+) -> Plan:
+    """Measures a model's costs in this process, and returns the quickest plan for `ranks` processes.
+
+    Args:
+        module, mb_args, mb_kwargs: as for `pipeline`: the model, and example inputs of one microbatch.
+        microbatches: parts of a batch. Default: twice the ranks.
+        replicas: equal pipelines beside each other.
+        memory: bytes that a rank may take, AdamW's state among them. Default: what the quickest named schedule takes.
+        link: between ranks: GB a second, and microseconds that a message takes whatever its size. Plan for the slowest.
+        loss: of the outputs: a function, "cross_entropy", "mse", "output" (the model returns it) or "none". Default: the
+            model's own, else cross_entropy.
+        stages_per_rank, schedules: what is compared; see `plumb plan --help`.
+        take: the name of one that was compared, in the place of the quickest.
+        estimate: do not run the model; costs from shapes.
+        tables: so many are compared by the search at most. 0: the default, half a minute for 16 ranks.
+
+    Costs are processor time, the least of several with as many cores at work as there are ranks. Raises `plumb.Error`, for
+    a limit that no schedule keeps also.
+    """
+    source, _ = make_source(module, mb_args, mb_kwargs)
+    planned = _C.plan_model(
+        source.engine, source.example, ranks=ranks, microbatches=microbatches or 2 * ranks, replicas=replicas,
+        memory=0.0 if memory is None else float(memory), loss=loss, link=link, stages_per_rank=list(stages_per_rank),
+        names=list(schedules), estimate=estimate, tables=tables,
+    )  # fmt: skip
+    made = Plan(planned.plan(take))
+    made._planned, made._name = planned, take
+    made.rows, made.conclusion, made.spread = planned.rows, planned.conclusion(take), planned.spread
+    return made

@@ -1,0 +1,66 @@
+"""Plans of pipelines from Python: made, kept in a file, and run."""
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from plumb.pipelining import Plan, pipeline, plan
+from plumb.pipelining.schedules import ScheduleTable
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_a_plan_is_made_kept_in_a_file_and_cuts_the_model(net, tmp_path):
+    x = torch.randn(4, 16)
+    best = plan(net, (x,), ranks=2, microbatches=4, loss=lambda y: y.pow(2).mean(), tables=500)
+    assert best.ranks == 2 and best.microbatches == 4 and len(best.memory) == 2 and best.seconds > 0
+    assert {row["schedule"] for row in best.rows} >= {"1F1B", "Joint", "ZBVZeroBubble"} and best.conclusion
+    best.save(tmp_path / "best.json")
+    best.page(tmp_path / "best.html")
+    assert "time line" in (tmp_path / "best.html").read_text() or "<svg" in (tmp_path / "best.html").read_text()
+    again = Plan(tmp_path / "best.json")
+    assert again.cut == best.cut and again.schedule.csv() == best.schedule.csv() and again.recompute == best.recompute
+    pipe = pipeline(net, (x,), split_policy=again)
+    assert pipe.num_stages == again.schedule.num_stages
+    assert torch.equal(pipe(x)[0], net(x))
+
+
+def test_a_plan_of_one_rank_trains_with_the_bits_of_the_model(net):
+    x, y = torch.randn(8, 16), torch.randint(64, (8,))
+    best = plan(net, (x[:2],), ranks=1, microbatches=4, take="InterleavedZeroBubble", tables=500)
+    pipe = pipeline(net, (x[:2],), split_policy=best)
+    stages = best.build_stages(pipe, 0, "cpu")
+    assert len(stages) == pipe.num_stages > 1
+    losses: list[torch.Tensor] = []
+    schedule = ScheduleTable(stages, 4, nn.functional.cross_entropy, table=best.schedule)
+    schedule.step(x, target=y, losses=losses)
+    parts = [nn.functional.cross_entropy(net(a), b) for a, b in zip(x.chunk(4), y.chunk(4))]
+    assert [loss.item() for loss in losses] == [part.item() for part in parts]
+
+
+def test_what_cannot_be_planned_says_why(net, tmp_path):
+    x = torch.randn(4, 16)
+    with pytest.raises(plumb.Error, match="the least that a rank needs"):
+        plan(net, (x,), ranks=2, memory=1.0, tables=100)
+    with pytest.raises(plumb.Error, match="no rate above zero"):
+        plan(net, (x,), ranks=2, link=(0, 1))
+    (tmp_path / "bad.json").write_text('{"plumb_plan": 1}')
+    with pytest.raises(plumb.Error, match="is no plan of plumb"):
+        Plan(tmp_path / "bad.json")
