@@ -33,10 +33,10 @@ class Diff:
         """Names the first tensor that differs, how far apart it is, and how many follow from it."""
         self.statement: str = found["statement"]
         """The bits that could be expected to be equal: every bit, what does not depend on the microbatches, or nothing."""
-        self.first: dict[str, Any] | None = found.get("first")
+        self.first: dict[str, Any] = found.get("first") or {}
         """``tensor``, ``kind`` (``"value"``, ``"gradient"``, ``"gradient_sum"``, ``"after_step"``, ``"optimizer_state"``), ``module``,
         ``operator``, ``source``, ``stage``, ``rank``, ``microbatch``, ``first_row``, ``rows`` (-1 and 0 if unknown), and ``step``, ``ulps``
-        and ``relative`` where they are known. None if nothing differs."""
+        and ``relative`` where they are known. Empty if nothing differs."""
         self.compared: int = found["compared"]
         self.differing: int = found["differing"]
         self.following: int = found["following"]

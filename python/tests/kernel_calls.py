@@ -17,6 +17,7 @@ def calls():
     yield "encode_weight", lambda: ops.encode_weight(x, "e4m3fn")
     yield "decode", lambda: ops.decode(codes, "e4m3fn")
     yield "tensor_metrics", lambda: ops.tensor_metrics(x)
+    yield "tensor_hash", lambda: ops.tensor_hash(x)
     yield "pointwise", lambda: ops.pointwise([x, x], "add #0 #1; neg $0")
     yield "gelu", lambda: ops.gelu(x)
     yield "gelu_backward", lambda: ops.gelu_backward(x, x, "none", 1.0, None, None, [True])
