@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "devices.md"
 # The purpose of the kernels of plumb/cuda, by their file. Tests compile each of them, and run their texts on the CPU.
 KINDS = {
     "pass": "rounding, codes and metrics", "measure": "rounding, codes and metrics", "blocks": "rounding, codes and metrics",
-    "pointwise": "pointwise programs", "dropout": "dropout",
+    "pointwise": "pointwise programs", "dropout": "dropout", "hash": "hashes",
 }  # fmt: skip
 
 
