@@ -136,6 +136,40 @@ def test_captures_of_modules_of_their_own_at_once(inputs):
     together(body)
 
 
+def test_a_graph_runs_while_another_thread_captures(inputs):
+    model = net()
+    graph = plumb.capture(model, inputs[0])
+    want = graph(inputs[0])
+    inside, done = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert done.wait(60)
+            return x * 2
+
+    captures = threading.Thread(target=plumb.capture, args=(Waiting(), inputs[1]))
+    captures.start()
+    try:
+        assert inside.wait(60)
+        assert torch.equal(graph(inputs[0]), want)
+    finally:
+        done.set()
+        captures.join()
+
+
+def test_a_hook_of_all_modules_that_comes_later_is_named(inputs):
+    model = net()
+    graph = plumb.capture(model, inputs[0])
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+    try:
+        with pytest.raises(plumb.Error, match="hooks of all modules"):
+            graph(inputs[0])
+    finally:
+        hook.remove()
+    graph(inputs[0])
+
+
 def test_tensors_are_exchanged_beside_threads_that_run(inputs):
     module = plumb.capture(net(), inputs[0])
     want = [module(x) for x in inputs]

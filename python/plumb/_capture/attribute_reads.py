@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._trees import PLAIN
 from .cpython import instructions_of
 from .guards import ABSENT, ATTRIBUTE, CELL, DEEPEST, ITEM, Guards
-from .torch_patches import INSIDE, patched
+from .torch_patches import INSIDE, HooksOfAllModules, patched
 
 _MEMBERS = 200
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -273,8 +273,8 @@ class _Resolver:
                 hooks = sub.__dict__.get(key)
                 if isinstance(hooks, dict):
                     self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
-        for key in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-            self.value(ITEM, vars(nn.modules.module), key, vars(nn.modules.module)[key], "hooks of all modules")
+        of_all = HooksOfAllModules()
+        self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
 
     def parts(self, module: nn.Module) -> None:
         """Which modules a module has. A transformed one looks itself (`Tree`)."""

@@ -235,7 +235,11 @@ def capture_engine(
     if calls is not None:
         calls[:] = found
     asks_grad_mode = bool(request.asks_grad_mode)
-    guards = functools.partial(guards_of, request.observer, module, written, forward)
+
+    def guards(parts: bool = False) -> Guards:
+        with _capture_lock:  # another capture has its own functions in torch's places
+            return guards_of(request.observer, module, written, forward, parts)
+
     return Captured(
         engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left
     )

@@ -38,6 +38,16 @@ def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
 
 
+class HooksOfAllModules:
+    """The hooks that torch calls for every module, but those of captures: another thread may have one at work."""
+
+    @property
+    def now(self) -> tuple:
+        torch_module = nn.modules.module
+        tables = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+        return tuple(item for table in tables for item in list(table.items()) if not hasattr(item[1], "of_capture"))
+
+
 @contextlib.contextmanager
 def module_stack(module: nn.Module) -> Iterator[None]:
     """Tells the engine which module's forward runs, by hooks on every module."""
@@ -49,6 +59,7 @@ def module_stack(module: nn.Module) -> Iterator[None]:
     def leave(_sub: nn.Module, _args: Any, _output: Any) -> None:
         _C.pop_module()
 
+    enter.of_capture = leave.of_capture = True
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(enter),
         nn.modules.module.register_module_forward_hook(leave, always_call=True),
