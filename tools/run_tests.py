@@ -87,6 +87,7 @@ def command_of(part, given, report, only=None):
         given.jobs,
         "--dist",
         "loadfile",
+        "--no-loadscope-reorder",  # which would put files of few tests last, however long they take
         "--max-worker-restart=0",  # a worker that takes a dead one's place begins the test again that killed it
         "-o",
         f"faulthandler_timeout={given.patience}",  # with the stacks of all threads
@@ -97,7 +98,13 @@ def command_of(part, given, report, only=None):
     ]
 
 
+# Files of tests that take a minute or more: one that begins last would run alone.
+LONGEST = ["docs", "hf_elsewhere", "lost_hosts", "types", "transform_compile", "lost_ranks"]
+
+
 def pytest_collection_modifyitems(items):
+    names = [f"test_{name}" for name in LONGEST]
+    items.sort(key=lambda item: names.index(stem) if (stem := pathlib.Path(item.path).stem) in names else len(names))
     if done := os.environ.get("PLUMB_TESTS_DONE"):
         names = set(pathlib.Path(done).read_text().split("\n"))
         items[:] = [item for item in items if f"{pathlib.Path(item.path).stem}::{item.name}" not in names]

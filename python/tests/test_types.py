@@ -74,11 +74,16 @@ WRONG = {
 }
 
 
-def check(checker, folder):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("mypy")
+
+
+def check(checker, folder, cache):
     """Exit code and text of a type checker for a folder of programs."""
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed (tools/requirements.txt)")
-    options = CHECKERS[checker] + ([str(folder.parent / "cache")] if checker == "mypy" else [])
+    options = CHECKERS[checker] + ([str(cache)] if checker == "mypy" else [])
     done = subprocess.run(
         [sys.executable, "-m", checker, *options, "."], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=600
     )  # fmt: skip
@@ -110,17 +115,17 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_the_programs_of_all_pages_pass_type_checkers_which_know_their_types(checker, pages):
-    code, text = check(checker, pages)
+def test_the_programs_of_all_pages_pass_type_checkers_which_know_their_types(checker, pages, cache):
+    code, text = check(checker, pages, cache)
     assert code == 0, text
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_type_checkers_refuse_wrong_calls(checker, tmp_path):
+def test_type_checkers_refuse_wrong_calls(checker, tmp_path, cache):
     folder = tmp_path / "wrong"
     folder.mkdir()
     for name, text in WRONG.items():
         (folder / name).write_text(text)
-    code, text = check(checker, folder)
+    code, text = check(checker, folder, cache)
     assert code == 1
     assert not [name for name in WRONG if name not in text], text

@@ -152,14 +152,14 @@ TEST(UseFp8, TrainsTheGptWithTheBitsOfTheSimulation) {
   const at::Tensor ids = there(at::randint(96, {8, 32}, at::kLong)),
                    targets = there(at::randint(96, {8, 32}, at::kLong));
   for (const bool scaled : {false, true}) {
-    auto train = [&](auto transform) {
+    auto train = [&](auto transform, int steps = 50) {
       at::manual_seed(1);
       std::shared_ptr<GraphModule> module = gpt();
       if (scaled) module = unit_scale(module);
       module = transform(module);
       torch::optim::AdamW optimizer(module->parameters(), torch::optim::AdamWOptions(scaled ? 0.05 : 0.003));
       std::vector<float> losses;
-      for (int step = 0; step < 50; ++step) {
+      for (int step = 0; step < steps; ++step) {
         optimizer.zero_grad();
         const at::Tensor loss = module->run({ids, targets})[0].toTensor();
         loss.backward();
@@ -174,9 +174,9 @@ TEST(UseFp8, TrainsTheGptWithTheBitsOfTheSimulation) {
     UseFp8Options torchs;
     torchs.kernel = "scaled_mm";
     try {
-      const auto by_torch = train([&](const auto& m) { return use_fp8(m, torchs); });
-      // Sums in another order, fifty steps on.
-      EXPECT_NEAR(by_torch.back(), expected.back(), 0.1 * expected.back());
+      // Sums in another order. oneDNN's own product takes half a second a step on CPUs without units for FP8.
+      const auto by_torch = train([&](const auto& m) { return use_fp8(m, torchs); }, 5);
+      EXPECT_NEAR(by_torch.back(), expected[4], 0.01 * expected[4]);
     } catch (const Error& refused) {  // oneDNN may not use this CPU's units
       EXPECT_THAT(refused.what(), HasSubstr("kernel=\"scaled_mm\": torch cannot multiply FP8 on"));
     }
