@@ -1,6 +1,7 @@
 // The `plumb` command. Exit codes: 0 done, 1 the work failed, 2 wrong use.
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -97,6 +98,8 @@ int run(int argc, char** argv) {
 void flush_stdout() {
   std::cout.flush();
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return;
+  pollfd out{STDOUT_FILENO, POLLOUT, 0};
+  if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR) != 0) return;  // a pipe whose reader, `head` say, has had enough
   throw plumb::Error(plumb::ErrorKind::CannotWrite, "standard output cannot be written", "",
                      "look where it goes: a disk without room?");
 }

@@ -69,6 +69,11 @@ TEST_F(Outputs, ThatCannotBeWrittenAreErrors) {
   }
 }
 
+TEST_F(Outputs, ThatNobodyReadsToTheEndAreNoErrors) {
+  shell("(sleep 0.3; " PLUMB_COMMAND " show lm.pt2 2> said; echo $? > code) | true");
+  EXPECT_EQ(shell("cat code said").out, "0\n");
+}
+
 TEST_F(Outputs, BeyondALimitOfFileSizesAreErrors) {
   for (const char* arguments :
        {"scale lm.pt2 -o big.pt2", "run mlp.pt2 --input x=x.pt --backward -o big.pt", "show lm.pt2 -o big.txt"}) {
