@@ -45,7 +45,7 @@ TEST_F(GoingOn, ALostRankLosesNothingWhereTiedWeightsAreCutApartAndEvaluated) {
     for (const char* fault : {"kill rank 2 at 2F1 of step 4", "kill rank 0 at 0B1 of step 3"}) {
       const Ended run =
           plumb(tied + weights + "--save other.pt2 --max-restarts 1 --inject '" + std::string(fault) + "'");
-      EXPECT_EQ(run.code, 0) << run.err;
+      EXPECT_EQ(run.code, 0) << fault << "\n" << run.out << run.err;
       EXPECT_EQ(by_step({run}), values(whole));
       expect_same_weights();
     }
