@@ -69,9 +69,12 @@ TEST_F(Outputs, ThatCannotBeWrittenAreErrors) {
   }
 }
 
-TEST_F(Outputs, ThatNobodyReadsToTheEndAreNoErrors) {
-  shell("(sleep 0.3; " PLUMB_COMMAND " show lm.pt2 2> said; echo $? > code) | true");
-  EXPECT_EQ(shell("cat code said").out, "0\n");
+TEST_F(Outputs, ThatNobodyReadsToTheEndFailNoTraining) {
+  shell("(sleep 0.3; " PLUMB_COMMAND
+        " train lm.pt2 --data tokens.bin --steps 2 --save read.pt2 2> said; echo $? > code) | true");
+  const std::string said = shell("cat code said").out;
+  EXPECT_EQ(said.rfind("0\nplumb: standard output cannot be written: nobody reads it any more", 0), 0u) << said;
+  EXPECT_EQ(plumb("show read.pt2").code, 0);
 }
 
 TEST_F(Outputs, BeyondALimitOfFileSizesAreErrors) {
