@@ -165,7 +165,8 @@ int end_interrupted(const TrainOptions& o, int signal) {
 
 std::string how_it_failed(int rank, const ProcessEnd& end) {
   return c10::str("rank ", rank,
-                  end.was_stopped ? " was stopped by a signal for too long"
+                  end.was_stopped  ? " was stopped by a signal for too long"
+                  : end.was_silent ? " did not end its step for too long after others were lost"
                   : end.signal != 0
                       ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
                       : " failed with exit code " + std::to_string(end.exit_code));
@@ -197,7 +198,7 @@ int launch(const TrainOptions& o) {
   launch.patience_with_stopped = launch.patience_with_silent = std::chrono::seconds(o.patience);
   int64_t lost = 0;
   launch.on_lost = [&](int rank, const ProcessEnd& end, const std::string& instead) {
-    ++lost;
+    if (!end.was_silent) ++lost;  // a part of the loss before
     print(event::Restarted{lost, o.max_restarts, rank,
                            c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")});
   };
@@ -209,7 +210,7 @@ int launch(const TrainOptions& o) {
   if (result.first_failed < 0) return result.exit_code();
   const ProcessEnd& end = result.processes[static_cast<size_t>(result.first_failed)];
   std::cerr << "plumb: " << how_it_failed(result.first_failed, end) << ": training ended" << what_was_saved() << "\n";
-  if (end.signal == SIGKILL && !end.was_stopped)
+  if (end.signal == SIGKILL && !end.was_stopped && !end.was_silent)
     std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
   return result.exit_code();
 }

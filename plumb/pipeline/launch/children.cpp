@@ -134,6 +134,11 @@ void Children::signal(int number, int signal, bool stops) {
   ::kill(child.pid, signal);
 }
 
+void Children::kill_silent(int number) {
+  children_.at(number).end.was_silent = true;
+  signal(number, SIGKILL, false);
+}
+
 void Children::watch(milliseconds wait) {
   read_lines(wait, /*to_the_end=*/false);
   for (int c = 0; c < count(); c++) reap(c);

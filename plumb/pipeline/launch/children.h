@@ -56,6 +56,9 @@ class Children {
   // Sends a signal to a living child; `stops` if that is to end it.
   void signal(int child, int signal, bool stops);
 
+  // Kills a living child that should have done something.
+  void kill_silent(int child);
+
   // Passes lines on for `wait` as they come, then looks for children that have ended, stopped or gone on.
   void watch(std::chrono::milliseconds wait);
   // Reads the rest out of the pipes when all have ended.

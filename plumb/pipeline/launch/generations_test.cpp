@@ -5,7 +5,9 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <mutex>
+#include <thread>
 
 #include "plumb/core/error.h"
 #include "plumb/pipeline/launch/generations.h"
@@ -31,7 +33,7 @@ Role lasting_role("lasting", [] {
       for (int step = 0; step < 5; ++step) {
         const bool faulty = world.rank() == number_setting("FAULTY", 1) && step == 3;
         if (faulty && me->is_first_to("fail")) {
-          if (kind == "kill" || kind == "twice") ::raise(SIGKILL);
+          if (kind == "kill" || kind == "twice" || kind == "silent") ::raise(SIGKILL);
           if (kind == "stop") ::raise(SIGSTOP);
           if (kind == "exit") return 3;
           if (kind == "good") me->fail_for_good();
@@ -50,6 +52,7 @@ Role lasting_role("lasting", [] {
       if (e.kind() != ErrorKind::Communication) throw;
       std::fprintf(stderr, "%s\n", e.what());
     }
+    if (kind == "silent" && place->rank == 2 && me->is_first_to("hang")) std::this_thread::sleep_for(std::chrono::hours(1));
     me->leave();
   }
   report("ended", "without a place");
@@ -123,6 +126,14 @@ TEST(Generations, KillAProcessThatIsStopped) {
       run_lasting("stop", 1, [](LaunchOptions& o) { o.patience_with_stopped = std::chrono::milliseconds(500); });
   EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
   EXPECT_THAT(run.met, ElementsAre("1:012", "1:012", "1:012"));
+}
+
+TEST(Generations, MakeUpForAProcessThatHangsAsAPartOfTheLossBefore) {
+  const Lasting run =
+      run_lasting("silent", 1, [](LaunchOptions& o) { o.patience_with_silent = std::chrono::seconds(4); });
+  EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
+  EXPECT_THAT(run.met, ElementsAre("1:012", "1:012", "1:012"));
+  EXPECT_EQ(run.lost.size(), 2u);
 }
 
 TEST(Generations, EndWhenTheyMayNotGoOn) {

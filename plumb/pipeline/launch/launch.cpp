@@ -133,9 +133,11 @@ class Launch {
   }
 
   bool replace(int rank) {
-    if (used_ >= options_.replacements) return false;
-    used_++;
     const ProcessEnd end = children_[members_[rank]].end;
+    if (!end.was_silent) {
+      if (used_ >= options_.replacements) return false;
+      used_++;
+    }
     const auto tell = [&](const std::string& instead) {
       if (options_.on_lost) options_.on_lost(rank, end, instead);
     };
@@ -163,7 +165,7 @@ class Launch {
     for (const int member : taking_part_) {
       if (children_[member].ended || generations_->has_left(member)) continue;
       all = false;
-      if (Clock::now() - failing_since_ > options_.patience_with_silent) children_.signal(member, SIGKILL, false);
+      if (Clock::now() - failing_since_ > options_.patience_with_silent) children_.kill_silent(member);
     }
     return all;
   }

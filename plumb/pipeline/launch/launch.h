@@ -14,6 +14,7 @@ struct ProcessEnd {
   int signal = 0;     // the signal that ended it, or 0
   bool stopped_by_launcher = false;
   bool was_stopped = false;  // by a signal, until the launcher lost its patience
+  bool was_silent = false;   // did not leave a generation that had failed, until the launcher lost its patience
   double seconds = 0;        // from start to end
 };
 
@@ -44,7 +45,8 @@ struct LaunchOptions {
   // Returns how many of the `left` processes are to go on when there is no spare; 0: a new one is started. None: a new
   // one.
   std::function<int(int left)> fewer;
-  // A process that does not leave a generation that has failed has failed after this.
+  // A process that does not leave a generation that has failed has failed after this. It is made up for as a part of
+  // that failure.
   std::chrono::milliseconds patience_with_silent = std::chrono::minutes(1);
   // Called for every lost process: its rank, its end, and a sentence about what is done.
   std::function<void(int rank, const ProcessEnd& end, const std::string& instead)> on_lost;
