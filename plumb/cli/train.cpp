@@ -195,7 +195,10 @@ int launch(const TrainOptions& o) {
   launch.signal = [&] { return signal.to_pass_on(); };
   launch.replacements = static_cast<int>(o.max_restarts);
   launch.spares = static_cast<int>(o.spares);
-  launch.patience_with_stopped = launch.patience_with_silent = std::chrono::seconds(o.patience);
+  launch.patience_with_stopped = std::chrono::seconds(o.patience);
+  // Gloo (torch 2.13) tells the end of a connection to operations that wait to begin, not to one that has begun: that
+  // takes its whole time-out, and then a moment to say why.
+  launch.patience_with_silent = std::chrono::seconds(o.patience + 15);
   int64_t lost = 0;
   launch.on_lost = [&](int rank, const ProcessEnd& end, const std::string& instead) {
     if (!end.was_silent) ++lost;  // a part of the loss before
