@@ -35,7 +35,7 @@ struct RunResult {
   plumb::ScalesGraph scales;   // measured on one batch more, after training; empty for the pipeline
   // The formats in which the model will train, from four steps of the FP32 run; empty for other runs.
   plumb::VerdictReport verdict = {};
-  double tail() const;         // mean of the last tenth of the steps, 30 of 300
+  double tail() const;  // mean of the last tenth of the steps, 30 of 300
 };
 
 // Warm-up over the first tenth, then a cosine to zero: the factor on the learning rate.

@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def unit_scale():
     import torch
-    from plumb.transforms import unit_scale
     from torch import nn
+
+    from plumb.transforms import unit_scale
 
     x = torch.randn(2, 4)
     return lambda: unit_scale(nn.Linear(4, 4))(x)
@@ -35,7 +36,7 @@ def unit_scale():
 def one_f_one_b():
     """One forward of a stage in a step of 1F1B, and the rest of the step."""
     import torch
-    from plumb.pipelining import Schedule1F1B, SplitPoint, pipeline
+    from plumb.pipelining import Schedule1F1B, pipeline
     from torch import nn
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)

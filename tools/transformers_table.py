@@ -18,13 +18,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch  # noqa: E402
 from compared import run, same, tried  # noqa: E402
 from plumb.pipelining import pipeline  # noqa: E402
+from plumb.transforms.utils import apply_transform  # noqa: E402
 from tables import table  # noqa: E402
 from transforms_table import counts, short  # noqa: E402
 from zoo_transformers import MODELS  # noqa: E402
 
 import plumb  # noqa: E402
 from plumb.transforms import simulate_format, track_scales, unit_scale  # noqa: E402
-from plumb.transforms.utils import apply_transform  # noqa: E402
 
 
 def made(name):

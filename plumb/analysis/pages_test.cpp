@@ -99,7 +99,9 @@ const shown = s => all(s).filter(g => g.style.display !== "none"), heads = () =>
 out.heads = heads().join("; "); out.lines = shown(".node").length;
 shown(".module-head")[0].onclick(); out.unrolled = heads().slice(0, 2).join("; "); out.adds = shown(".node").length;
 )";
-  const auto page = [](bool differs) { return HtmlReport("a").add(parse_graph(layers_graph(12, differs, true))).html(); };
+  const auto page = [](bool differs) {
+    return HtmlReport("a").add(parse_graph(layers_graph(12, differs, true))).html();
+  };
   std::string body = body_tag(open(with_script(page(false), script), "--dump-dom"));
   EXPECT_THAT(body, Not(HasSubstr("data-error")));
   EXPECT_THAT(body, HasSubstr("data-heads=\"\u25B8 h 0 to 11: 12 \u00d7  (4 lines each)\" data-lines=\"3\""));

@@ -35,7 +35,8 @@ DiffTensors tensors_of(const std::string& folder) {
 std::string checkpoint_of(const std::string& folder) {
   if (std::filesystem::exists(std::filesystem::path(folder) / "checkpoint.json")) return folder;
   const auto newest = Checkpoint::newest(folder);
-  if (!newest) throw UsageError(folder + ": has no checkpoint", "a checkpoint's folder, or that of a run's checkpoints");
+  if (!newest)
+    throw UsageError(folder + ": has no checkpoint", "a checkpoint's folder, or that of a run's checkpoints");
   return newest->folder();
 }
 
@@ -63,7 +64,8 @@ void run_diff(const DiffArguments& o) {
   const bool folders = std::filesystem::is_directory(o.a, failed) && std::filesystem::is_directory(o.b, failed);
   if (is_pt2(o.a) != is_pt2(o.b))
     throw UsageError(o.a + " and " + o.b + ": are of two kinds", "two histories, two checkpoints or two .pt2 files");
-  if (!files && !o.inputs.empty()) throw UsageError("--input: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
+  if (!files && !o.inputs.empty())
+    throw UsageError("--input: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
   if (!o.replays.empty() && (o.replays.size() != 2 || files || folders))
     throw UsageError("--replays: takes the histories of both runs' step done again", "--replays A_AGAIN B_AGAIN");
   check_writable("--html", o.html, {o.a, o.b});
@@ -111,7 +113,8 @@ void add_diff(CLI::App& app) {
   sub->add_option("--device", o->device, "Where the second .pt2 file runs");
   sub->add_option("--tolerance", o->tolerance, "Relative differences up to this one count as none, between .pt2 files")
       ->check(CLI::NonNegativeNumber);
-  sub->add_option("--replays", o->replays, "Histories of one step done again by both runs: says which of them was wrong")
+  sub->add_option("--replays", o->replays,
+                  "Histories of one step done again by both runs: says which of them was wrong")
       ->expected(2);
   sub->add_option("--html", o->html, "An HTML page, with the graph in colors");
   sub->add_flag("--json", o->json, "Print as JSON");

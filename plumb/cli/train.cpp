@@ -320,7 +320,8 @@ int train_command(const TrainOptions& o) {
     return train_here(options_for(o, environment->world_size));  // as many as the other launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   if (o.copies_to_neighbor > 0)
-    throw UsageError("--copies-to-neighbor: all processes are on this host", "leave it out, or torchrun over several hosts");
+    throw UsageError("--copies-to-neighbor: all processes are on this host",
+                     "leave it out, or torchrun over several hosts");
   {
     Progress progress(2, o.json || o.quiet);
     check_training(o, {.phase = [&](const std::string& what) { progress.next(what); }});  // said once, not by all

@@ -229,7 +229,8 @@ TEST_F(Checkpoints, WrongWaysToLoseARankAreNamed) {
   wrong("train lm.pt2 --data tokens.bin --stages 2 --spares 1", "--spares: no lost process is made up for");
   wrong("train lm.pt2 --data tokens.bin --max-restarts 1 --checkpoints run --data-parallel 3 --batch 6 --recut",
         "--recut: there is no layout on fewer processes");
-  wrong("train lm.pt2 --data tokens.bin --stages 2 --max-restarts 1 --copies-to-neighbor 5", "all processes are on this host");
+  wrong("train lm.pt2 --data tokens.bin --stages 2 --max-restarts 1 --copies-to-neighbor 5",
+        "all processes are on this host");
   wrong("train lm.pt2 --data tokens.bin --patience 0", "--patience");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 0 at 0F7 of step 1'", "rank 0 has no action 0F7");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 1 at 0F0 of step 1'", "there are 1 ranks");

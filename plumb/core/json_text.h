@@ -10,8 +10,8 @@ namespace plumb {
 // Returns the depth of nested lists and objects in a text. Brackets in strings do not count.
 int json_depth(std::string_view text);
 
-// Returns a bound of the bytes that parse_json() takes at most for a text and its document, the text left out: of 64-bit
-// nlohmann values on glibc's heap. Up to about 50 bytes a byte of text; about 8 for programs of torch.export.
+// Returns a bound of the bytes that parse_json() takes at most for a text and its document, the text left out: of
+// 64-bit nlohmann values on glibc's heap. Up to about 50 bytes a byte of text; about 8 for programs of torch.export.
 uint64_t json_memory(std::string_view text);
 
 // Parses a JSON document. Time and memory are at most a constant times its length (json_memory()); code that walks the

@@ -19,9 +19,9 @@ constexpr size_t kParser = 4096;  // freed bytes of the parser that the heap cou
 
 TEST(JsonText, MemoryOfADocumentIsAtMostWhatItsTextSays) {
   for (const std::string part :
-       {"0", "[]", "{}", "\"\"", "[0]", "[[],[]]", "{\"\":0}", "{\"a\":0,\"b\":[],\"c\":\"d\"}",
-        "\"sixteen letters.\"", "{\"a name of more than fifteen letters\":\"and a value of more than fifteen letters\"}",
-        "\"\\\\\\\"[{,\"", "-1.5e300"}) {
+       {"0", "[]", "{}", "\"\"", "[0]", "[[],[]]", "{\"\":0}", "{\"a\":0,\"b\":[],\"c\":\"d\"}", "\"sixteen letters.\"",
+        "{\"a name of more than fifteen letters\":\"and a value of more than fifteen letters\"}", "\"\\\\\\\"[{,\"",
+        "-1.5e300"}) {
     for (const int count : {0, 1, 3, 1000, 70000}) {
       const std::string text = repeated(part, count);
       const size_t before = ::mallinfo2().uordblks + ::mallinfo2().hblkhd;

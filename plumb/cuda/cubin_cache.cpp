@@ -74,7 +74,8 @@ std::string CubinCache::file(std::string_view key) const {
   char name[32];
   std::snprintf(name, sizeof name, "%016llx.cubin", static_cast<unsigned long long>(hash(key)));
   std::error_code none;
-  const fs::path folder = folder_.empty() ? fs::path() : fs::canonical(folder_, none);  // no link in it may change later
+  const fs::path folder =
+      folder_.empty() ? fs::path() : fs::canonical(folder_, none);  // no link in it may change later
   if (folder.empty() || !is_private(folder, S_IFDIR)) return "";
   for (fs::path at = folder; at != at.root_path();) {
     at = at.parent_path();

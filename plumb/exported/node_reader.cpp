@@ -8,8 +8,8 @@
 #include "plumb/core/join.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_ops.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb::pt2 {
 namespace {

@@ -11,9 +11,9 @@
 #include <sstream>
 
 #include "plumb/core/error.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_math.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

@@ -5,8 +5,8 @@
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/node_kind.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

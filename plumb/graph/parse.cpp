@@ -6,9 +6,9 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/names.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/parse_tokens.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

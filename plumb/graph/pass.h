@@ -27,8 +27,8 @@ struct Pass {
   std::function<bool(GraphModule&, const PassOptions&, std::vector<std::string>* report)> run;
 };
 
-// Returns every registered pass by name. find_pass() throws for an unknown name, with near misses; it knows `raise`, the
-// former name of `fuse_patterns`.
+// Returns every registered pass by name. find_pass() throws for an unknown name, with near misses; it knows `raise`,
+// the former name of `fuse_patterns`.
 std::vector<const Pass*> all_passes();
 const Pass& find_pass(std::string_view name);
 

@@ -496,10 +496,9 @@ Tensor hash(const Tensor& x) {
   }
   const Tensor flat = dense.reshape({-1});
   const int64_t size = x.element_size();
-  Tensor words = size == 1 ? flat.view(at::kByte).to(at::kLong)
-                 : size == 2
-                     ? flat.view(at::kShort).to(at::kLong).bitwise_and(0xffff)
-                     : flat.view(at::kInt).to(at::kLong).bitwise_and(static_cast<int64_t>(0xffffffff));
+  Tensor words = size == 1   ? flat.view(at::kByte).to(at::kLong)
+                 : size == 2 ? flat.view(at::kShort).to(at::kLong).bitwise_and(0xffff)
+                             : flat.view(at::kInt).to(at::kLong).bitwise_and(static_cast<int64_t>(0xffffffff));
   words = words.bitwise_xor(words.bitwise_right_shift(16));
   uint64_t key = kernel::kHashKey;
   while (words.numel() > 1) {

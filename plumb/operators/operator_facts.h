@@ -46,19 +46,19 @@ struct Contraction {
     return {operands, n};
   }
 
-  static constexpr Contraction product(std::string_view left, int8_t left_dim, std::string_view right, int8_t right_dim) {
+  static constexpr Contraction product(std::string_view left, int8_t left_dim, std::string_view right,
+                                       int8_t right_dim) {
     return {ContractionKind::Product, {{left, left_dim}, {right, right_dim}}};
   }
   static constexpr Contraction linear() { return product("input", -1, "weight", -1); }
-  static constexpr Contraction attention() {
-    return {ContractionKind::Attention, {{"query"}, {"key"}, {"value", -2}}};
-  }
+  static constexpr Contraction attention() { return {ContractionKind::Attention, {{"query"}, {"key"}, {"value", -2}}}; }
   // Channels stand before the places, with a batch or without.
   static constexpr Contraction convolution(int8_t places) {
     return {ContractionKind::Convolution, {{"input", int8_t(-1 - places)}, {"weight", 1}}, int8_t(-1 - places)};
   }
   static constexpr Contraction transposed_convolution(int8_t places) {
-    return {ContractionKind::TransposedConvolution, {{"input", int8_t(-1 - places)}, {"weight", 0}}, int8_t(-1 - places)};
+    return {
+        ContractionKind::TransposedConvolution, {{"input", int8_t(-1 - places)}, {"weight", 0}}, int8_t(-1 - places)};
   }
 };
 

@@ -202,9 +202,9 @@ BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
   const c10::IValue& loss = result.outputs[*table_.loss_output];
   if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() ||
       loss.toTensor().numel() != 1) {
-    throw Error(ErrorKind::TensorMismatch, "the loss, output %" +
-                                               table_.stages.back().outputs[*table_.outputs[*table_.loss_output].port].name +
-                                               ", is no tensor of one element that requires a gradient");
+    throw Error(ErrorKind::TensorMismatch,
+                "the loss, output %" + table_.stages.back().outputs[*table_.outputs[*table_.loss_output].port].name +
+                    ", is no tensor of one element that requires a gradient");
   }
   result.input_grads = stage_backward({loss.toTensor()}, {}, boundary);
   for (size_t p = 0; p < table_.replicated.size(); ++p) {

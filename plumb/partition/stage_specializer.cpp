@@ -13,8 +13,8 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/operators/dispatch_keys.h"
 #include "plumb/graph/names.h"
+#include "plumb/operators/dispatch_keys.h"
 #include "plumb/partition/move.h"
 
 namespace plumb {

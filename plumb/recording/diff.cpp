@@ -131,8 +131,8 @@ class StepDiff {
       ++report_.not_comparable;
       return;
     }
-    const bool same = constant ? a.begin()->second[0].hash->hash == b.begin()->second[0].hash->hash
-                               : whole_a.hash == whole_b.hash;
+    const bool same =
+        constant ? a.begin()->second[0].hash->hash == b.begin()->second[0].hash->hash : whole_a.hash == whole_b.hash;
     found.push_back({place, !same});
   }
 
@@ -350,8 +350,8 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
       continue;
     }
     const size_t dot = name.rfind('.');
-    DiffTensor line{{name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()),
-                     tensor.sizes().vec()}};
+    DiffTensor line{
+        {name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()), tensor.sizes().vec()}};
     line.distance = distance_between(tensor, other->second);
     Difference place{report.tensors.size(), DiffKind::Value};
     place.distance = line.distance;

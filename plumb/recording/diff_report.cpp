@@ -29,8 +29,7 @@ std::string place_of(const Difference& place, const HistoryTensor& tensor) {
   if (place.stage >= 0) parts.push_back("stage " + std::to_string(place.stage));
   if (place.rank >= 0) parts.push_back("rank " + std::to_string(place.rank));
   if (place.microbatch >= 0) parts.push_back("microbatch " + std::to_string(place.microbatch));
-  if (place.rows > 0)
-    parts.push_back(c10::str("rows ", place.first_row, " to ", place.first_row + place.rows - 1));
+  if (place.rows > 0) parts.push_back(c10::str("rows ", place.first_row, " to ", place.first_row + place.rows - 1));
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
   return text;
@@ -79,7 +78,8 @@ std::string DiffReport::statement() const {
       return "Other rows in a microbatch: values and their gradients are equal where kernels do not see the number of "
              "rows; gradients of parameters, and what follows from them, are summed in another order and were not "
              "compared bit for bit.";
-    case DiffBasis::Distance: return "Another arithmetic: bits need not be equal, what counts is how far apart they are.";
+    case DiffBasis::Distance:
+      return "Another arithmetic: bits need not be equal, what counts is how far apart they are.";
   }
   return "";
 }
@@ -127,11 +127,11 @@ nlohmann::json DiffReport::to_json() const {
   if (!first) return out;
   const HistoryTensor& t = tensors[first->tensor].tensor;
   nlohmann::json& f = out["first"];
-  f = {{"tensor", t.name},     {"kind", kKinds[static_cast<size_t>(first->kind)]},
-       {"module", t.module},   {"operator", t.operation},
-       {"source", t.source},   {"stage", first->stage},
-       {"rank", first->rank},  {"microbatch", first->microbatch},
-       {"rows", first->rows},  {"first_row", first->first_row}};
+  f = {{"tensor", t.name},    {"kind", kKinds[static_cast<size_t>(first->kind)]},
+       {"module", t.module},  {"operator", t.operation},
+       {"source", t.source},  {"stage", first->stage},
+       {"rank", first->rank}, {"microbatch", first->microbatch},
+       {"rows", first->rows}, {"first_row", first->first_row}};
   if (first->step) f["step"] = *first->step;
   if (first->distance) {
     const TensorDistance& d = *first->distance;

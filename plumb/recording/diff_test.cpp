@@ -44,9 +44,8 @@ std::shared_ptr<GraphModule> two_layers(double bump = 0, int rows = 16) {
 // A step of some microbatches, of which the rows are known as a pipeline's.
 History step_of(GraphModule& module, const at::Tensor& x, const std::vector<int64_t>& rows, const fs::path& path,
                 bool whole = false) {
-  Recorder recorder(module,
-                    RecordRules::parse(whole ? "every = 1\n[[rule]]\nstatistics = [\"hash\", \"std\"]\n" : kHashes),
-                    path);
+  Recorder recorder(
+      module, RecordRules::parse(whole ? "every = 1\n[[rule]]\nstatistics = [\"hash\", \"std\"]\n" : kHashes), path);
   int64_t first = 0;
   for (const at::Tensor& part : x.split(rows)) {
     const NodeSeeds of_rows(1, {}, static_cast<uint64_t>(first), part.size(0));
@@ -70,8 +69,7 @@ TEST_F(Diffs, ARuleOfHashesRecordsEveryMicrobatchAndNoRows) {
 TEST_F(Diffs, EqualStepsAreEqual) {
   const at::Tensor x = randn_there({16, 8});
   const auto net = two_layers();
-  const DiffReport report =
-      diff(step_of(*two_layers(), x, {16}, file("a")), step_of(*net, x, {16}, file("b")));
+  const DiffReport report = diff(step_of(*two_layers(), x, {16}, file("a")), step_of(*net, x, {16}, file("b")));
   EXPECT_FALSE(report.first);
   EXPECT_EQ(report.basis, DiffBasis::SameRows);
   EXPECT_EQ(report.compared, 12);

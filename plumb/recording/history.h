@@ -98,7 +98,7 @@ struct HistoryEvent {
 
 struct History {
   std::vector<HistoryTensor> tensors;
-  std::vector<HistoryStep> steps;  // as written: ascending
+  std::vector<HistoryStep> steps;     // as written: ascending
   std::vector<HistoryHashes> hashes;  // as written: ascending
   std::vector<HistoryScalars> scalars;
   std::vector<HistoryEvent> events;

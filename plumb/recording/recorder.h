@@ -90,7 +90,7 @@ class Recorder {
   HistoryWriter writer_;
   std::vector<Part> parts_;
   HistoryStep written_;
-  std::vector<HistoryHash> added_;  // by add_hash()
+  std::vector<HistoryHash> added_;    // by add_hash()
   std::vector<bool> fitted_;          // rules that fit some tensor
   std::vector<int64_t> recorded_;     // steps, of rules with a condition
   std::vector<bool> due_, prepared_;  // rules: in this step; for which the trackers are set

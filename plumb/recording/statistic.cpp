@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::array<std::string_view, 15> kNames = {"mean_abs",   "abs_mean",  "std",       "abs_max",    "abs_min",
                                                      "numel",      "nan_count", "inf_count", "zero_count", "histogram",
-                                                     "zero_share", "underflow", "overflow",  "subnormal", "hash"};
+                                                     "zero_share", "underflow", "overflow",  "subnormal",  "hash"};
 
 constexpr uint16_t bit(StatisticKind kind) { return static_cast<uint16_t>(1u << static_cast<unsigned>(kind)); }
 

@@ -153,7 +153,8 @@ DelayedCodes cast_delayed(const Tensor& x, const FPFormat& format, const Tensor&
 }
 
 const RegisterOperators fp8_delayed_rows{
-    {"plumb::", "fp8_delayed_linear",
+    {"plumb::",
+     "fp8_delayed_linear",
      {.writes = {"state"}, .writes_if = "training", .contraction = Contraction::linear()}},
 };
 TORCH_LIBRARY_FRAGMENT(plumb, m) {

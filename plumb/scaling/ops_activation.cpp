@@ -234,7 +234,9 @@ std::vector<double> softmax_scales(const Tensor& input, int64_t dim, double mult
 const RegisterOperators ops_activation_rows{
     {"plumb::", "gelu silu silu_glu softmax softmax_scales"},
     {"plumb::", "dropout native_dropout", {.draws_if = "train"}},
-    {"plumb::", "gelu_backward silu_backward silu_glu_backward softmax_backward dropout_backward", {.refused = kTrustsSaved}},
+    {"plumb::",
+     "gelu_backward silu_backward silu_glu_backward softmax_backward dropout_backward",
+     {.refused = kTrustsSaved}},
 };
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor result";

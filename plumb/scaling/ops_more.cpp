@@ -201,7 +201,8 @@ void define_windows(torch::Library& m) {
 }  // namespace
 
 const RegisterOperators ops_more_rows{
-    {"plumb::", "rescale relu elementwise_scales avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d group_norm"},
+    {"plumb::",
+     "rescale relu elementwise_scales avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d group_norm"},
     {"plumb::", "batch_norm", {.writes = {"running_mean", "running_var"}, .writes_if = "training"}},
     {"plumb::", "conv_transpose1d", {.contraction = Contraction::transposed_convolution(1)}},
     {"plumb::", "conv_transpose2d", {.contraction = Contraction::transposed_convolution(2)}},

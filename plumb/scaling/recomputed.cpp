@@ -1,5 +1,5 @@
-// The unit-scaled operators that a backward may compute again. Those whose backward needs their result are not cheap: it
-// is kept anyway.
+// The unit-scaled operators that a backward may compute again. Those whose backward needs their result are not cheap:
+// it is kept anyway.
 #include "plumb/autograd/recompute/recompute_facts.h"
 #include "plumb/operators/dispatch_keys.h"
 

@@ -18,7 +18,7 @@ struct StageCosts {
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
   std::vector<double> working;  // memory of a stage's action while it runs, by stage; empty: none
-  double spread = 0;  // of measured times: the sum of the middle ones is this share above that of the least
+  double spread = 0;            // of measured times: the sum of the middle ones is this share above that of the least
 };
 // Returns the memory that the stages of a rank take besides activations: all resident, and the most to work in.
 double memory_beside(const StageCosts& costs, const std::vector<int>& stages);
@@ -50,8 +50,8 @@ struct ScheduleChoice {
 };
 
 // Shortest step first; those that do not fit, and then those that cannot be had, last. Equally quick ones: the least
-// time apart (Simulation::cost), least memory, then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Throws
-// Error(InvalidArgument) for unknown names and counts below one.
+// time apart (Simulation::cost), least memory, then fewest stages. So the first one is to be taken, if it `fits` and
+// has no `problem`. Throws Error(InvalidArgument) for unknown names and counts below one.
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs,
                                               const CompareOptions& options = {});
 

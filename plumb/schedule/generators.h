@@ -68,8 +68,8 @@ struct ScheduleTraits {
 // Names as in torch, in the order of the list.
 const std::vector<std::string>& schedule_names();
 
-// Returns the names to compare unless others are asked for: all but bidirectional ones, which take every parameter twice
-// and have another order of summation, and "Searched" (search.h).
+// Returns the names to compare unless others are asked for: all but bidirectional ones, which take every parameter
+// twice and have another order of summation, and "Searched" (search.h).
 std::vector<std::string> usual_schedules();
 
 // Returns the traits of a schedule; upper and lower case are alike. Throws Error(InvalidArgument) that lists the names

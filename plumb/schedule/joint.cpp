@@ -87,7 +87,9 @@ class Search {
 
  private:
   int num_pieces() const { return pieces_.size(); }
-  double spent() const { return std::max(timer_.actions() / options_.effort, static_cast<double>(tried_) / options_.tables); }
+  double spent() const {
+    return std::max(timer_.actions() / options_.effort, static_cast<double>(tried_) / options_.tables);
+  }
 
   void take_named(JointResult& result);
   std::vector<PlanCandidate> seeds(const std::vector<ScheduleChoice>& named) const;
@@ -338,16 +340,15 @@ void Search::take_named(JointResult& result) {
   compare.names = options_.names;
   if (compare.names.empty()) compare.names = usual_schedules();
   choices_ = compare_schedules(
-      ranks_, microbatches_,
-      [&](int stages) { return costs_of_stages(pieces_, balanced_stages(pieces_, stages)); }, compare);
+      ranks_, microbatches_, [&](int stages) { return costs_of_stages(pieces_, balanced_stages(pieces_, stages)); },
+      compare);
   std::erase_if(choices_, [](const ScheduleChoice& c) { return !c.problem.empty(); });
   if (choices_.empty() || !choices_[0].fits) {
     const auto least = std::ranges::min_element(choices_, {}, &ScheduleChoice::peak);
     throw Error(ErrorKind::InvalidArgument,
-                choices_.empty()
-                    ? str("a model of ", num_pieces(), " pieces has no schedule for ", ranks_, " ranks")
-                    : str("no schedule keeps the memory limit of ", options_.memory_limit, "; the least is ",
-                          least->peak(), " (", least->name, ")"),
+                choices_.empty() ? str("a model of ", num_pieces(), " pieces has no schedule for ", ranks_, " ranks")
+                                 : str("no schedule keeps the memory limit of ", options_.memory_limit,
+                                       "; the least is ", least->peak(), " (", least->name, ")"),
                 "", choices_.empty() ? "fewer ranks" : "a higher limit, more ranks, or smaller microbatches");
   }
   result.named = choices_[0];
@@ -360,8 +361,8 @@ std::vector<PlanCandidate> Search::seeds(const std::vector<ScheduleChoice>& name
   for (std::size_t i = 0; i < named.size() && i < 4; ++i) {
     const Schedule& schedule = named[i].schedule;
     if (!named[i].fits) break;
-    PlanCandidate c{balanced_stages(pieces_, schedule.num_stages()), schedule.placement.ranks, {},
-                without_pairs(schedule.rows)};
+    PlanCandidate c{
+        balanced_stages(pieces_, schedule.num_stages()), schedule.placement.ranks, {}, without_pairs(schedule.rows)};
     c.habits.halves.assign(c.rank.size(), 0);
     all.push_back(std::move(c));
   }
@@ -395,7 +396,8 @@ JointResult Search::run() {
   for (Run& run : runs) run.score = score(run.candidate, kForever);
   // Half of the effort goes to all of them, more to the best three, the rest to the best one's rows.
   for (std::size_t i = 0; i < runs.size(); ++i)
-    anneal(runs[i].candidate, runs[i].score, 0.45 * static_cast<double>(i + 1) / static_cast<double>(runs.size()), 0.02);
+    anneal(runs[i].candidate, runs[i].score, 0.45 * static_cast<double>(i + 1) / static_cast<double>(runs.size()),
+           0.02);
   std::ranges::stable_sort(runs, {}, [](const Run& run) { return run.score.worst; });
   for (std::size_t i = 0; i < std::min<std::size_t>(3, runs.size()); ++i)
     anneal(runs[i].candidate, runs[i].score, 0.45 + 0.1 * static_cast<double>(i + 1), 0.004);
@@ -430,10 +432,11 @@ JointResult Search::run() {
 
 JointResult joint_search(int num_ranks, int num_microbatches, const PieceCosts& pieces, const JointOptions& options) {
   schedule_internal::check_pieces(pieces);
-  if (num_ranks < 1 || num_microbatches < 1 || options.stages_per_rank.empty() || !(options.effort > 0) || options.tables < 1) {
-    throw Error(ErrorKind::InvalidArgument, str("a plan for ", num_ranks, " ranks and ", num_microbatches,
-                                                " microbatches cannot be searched"),
-                "", "at least one rank, one microbatch and one number of stages a rank");
+  if (num_ranks < 1 || num_microbatches < 1 || options.stages_per_rank.empty() || !(options.effort > 0) ||
+      options.tables < 1) {
+    throw Error(ErrorKind::InvalidArgument,
+                str("a plan for ", num_ranks, " ranks and ", num_microbatches, " microbatches cannot be searched"), "",
+                "at least one rank, one microbatch and one number of stages a rank");
   }
   return Search(num_ranks, num_microbatches, pieces, options).run();
 }

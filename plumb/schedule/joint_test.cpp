@@ -69,7 +69,9 @@ PieceCosts pieces_of(const std::vector<Layer>& layers, double link = 0.05) {
 }
 
 JointOptions quick(double limit = std::numeric_limits<double>::infinity()) {
-  return {.memory_limit = limit, .names = {"1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin"}, .tables = 6000};
+  return {.memory_limit = limit,
+          .names = {"1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin"},
+          .tables = 6000};
 }
 
 void expect_sound(const JointResult& found, const PieceCosts& pieces, double limit) {

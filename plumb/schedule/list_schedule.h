@@ -22,10 +22,10 @@ struct StageTimes {
 
 // How every rank chooses.
 struct ListHabits {
-  int group = 1;                 // forwards go in rounds of so many microbatches through a rank's stages
-  double share = 1;              // of the memory beside the resident one that forwards may fill
-  double gap = 0.5;              // a weight half goes into a wait of at least this share of its length; below 0: at once
-  bool deep_first = false;       // of a round's forwards those of later stages go first
+  int group = 1;            // forwards go in rounds of so many microbatches through a rank's stages
+  double share = 1;         // of the memory beside the resident one that forwards may fill
+  double gap = 0.5;         // a weight half goes into a wait of at least this share of its length; below 0: at once
+  bool deep_first = false;  // of a round's forwards those of later stages go first
   std::vector<char> halves = {};  // by stage: whether its backward is divided
   bool operator==(const ListHabits&) const = default;
 };

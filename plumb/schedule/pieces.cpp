@@ -18,7 +18,8 @@ std::vector<double> prefix_sums(const std::vector<double>& values, const std::fu
 
 void check_list(const std::vector<double>& values, std::size_t size, const char* what) {
   if (values.size() != size)
-    throw Error(ErrorKind::InvalidArgument, str("the ", what, " costs have ", values.size(), " entries for ", size, " pieces"));
+    throw Error(ErrorKind::InvalidArgument,
+                str("the ", what, " costs have ", values.size(), " entries for ", size, " pieces"));
   for (const double value : values) {
     if (!std::isfinite(value) || value < 0)
       throw Error(ErrorKind::InvalidArgument, str("the ", what, " cost ", value, " of a piece cannot be"));
@@ -67,10 +68,12 @@ PieceSums::PieceSums(const PieceCosts& pieces, double link, const std::function<
     row[value.last + 1] -= value.seconds * link;
   }
   for (std::size_t first = size_; first-- > 0;) {
-    for (std::size_t last = 1; last <= size_; ++last) message_[first * width + last] += message_[first * width + last - 1];
+    for (std::size_t last = 1; last <= size_; ++last)
+      message_[first * width + last] += message_[first * width + last - 1];
   }
   for (std::size_t first = size_; first-- > 0;) {
-    for (std::size_t last = 0; last <= size_; ++last) message_[first * width + last] += message_[(first + 1) * width + last];
+    for (std::size_t last = 0; last <= size_; ++last)
+      message_[first * width + last] += message_[(first + 1) * width + last];
   }
 }
 
@@ -94,9 +97,11 @@ StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& r
     times.activation.push_back(way.activation[last] - way.activation[first]);
     times.resident[rank[s]] += resident_[last] - resident_[first];
     times.working.push_back(0);
-    for (std::size_t i = first; i < last && !working_.empty(); ++i) times.working[s] = std::max(times.working[s], working_[i]);
+    for (std::size_t i = first; i < last && !working_.empty(); ++i)
+      times.working[s] = std::max(times.working[s], working_[i]);
     working[rank[s]] = std::max(working[rank[s]], times.working[s]);
-    times.message.push_back(last == size_ ? 0 : latency + std::max(0.0, message(static_cast<int>(first), static_cast<int>(last))));
+    times.message.push_back(
+        last == size_ ? 0 : latency + std::max(0.0, message(static_cast<int>(first), static_cast<int>(last))));
   }
   for (int k = 0; k < num_ranks; ++k) times.resident[k] += working[k];
   return times;
@@ -117,7 +122,10 @@ StageCosts costs_of_stages(const PieceCosts& pieces, const PieceStages& stages) 
   std::vector<int> own_rank(begins.size());
   for (std::size_t s = 0; s < begins.size(); ++s) own_rank[s] = static_cast<int>(s);
   auto times = sums.times(stages, own_rank, static_cast<int>(begins.size()), pieces.latency);
-  Costs costs{.forward = times.forward, .input = times.input, .weight = times.weight, .full = times.full,
+  Costs costs{.forward = times.forward,
+              .input = times.input,
+              .weight = times.weight,
+              .full = times.full,
               .communication = times.message};
   costs.activation = times.activation;
   costs.held_for_weight = pieces.held_for_weight;

@@ -20,7 +20,8 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   measuring.busy_ranks = o.processes();
   measuring.loss = example_loss(o.loss, job.module());
   for (int s = 0; s < job.pipe->num_stages(); ++s)
-    measuring.recompute.push_back(parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(s)] : o.recompute));
+    measuring.recompute.push_back(
+        parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(s)] : o.recompute));
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
   const Simulation simulation = simulate_schedule(job.schedule, costs.costs);
   TrainNeeds needs{job.schedule.name,

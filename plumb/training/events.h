@@ -158,11 +158,11 @@ struct TrainNeeds {
   }
 };
 
-using TrainEvent = std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped,
-                                event::Evaluated, event::Recomputed, event::CheckpointWritten, event::CheckpointProblem,
-                                event::LogProblem, event::FaultInjected, event::AuditFailed, event::Restarted, event::Copied,
-                                event::Interrupted,
-                                event::Saved, event::Dumped, event::Concluded, event::Drew, TrainNeeds>;
+using TrainEvent =
+    std::variant<event::Started, event::Group, event::OwnRates, event::Resumed, event::Stepped, event::Evaluated,
+                 event::Recomputed, event::CheckpointWritten, event::CheckpointProblem, event::LogProblem,
+                 event::FaultInjected, event::AuditFailed, event::Restarted, event::Copied, event::Interrupted,
+                 event::Saved, event::Dumped, event::Concluded, event::Drew, TrainNeeds>;
 
 // Returns the event as the help of --json lists it. Numbers that are not finite become null when it is printed.
 nlohmann::json to_json(const TrainEvent& event);

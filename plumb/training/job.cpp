@@ -62,8 +62,8 @@ void check_outputs(const TrainOptions& o) {
   if (!o.save.empty() && !o.save.ends_with(".pt2")) {
     throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   }
-  const std::vector<std::string> inputs = {o.file,      o.data,         o.targets,  o.mask,
-                                           o.eval_data, o.eval_targets, o.schedule, o.record, o.plan};
+  const std::vector<std::string> inputs = {o.file,         o.data,     o.targets, o.mask, o.eval_data,
+                                           o.eval_targets, o.schedule, o.record,  o.plan};
   check_writable("--save", o.save, inputs);
   check_writable("--options", o.options, inputs);
   check_writable("--csv", o.csv, inputs);
@@ -107,8 +107,7 @@ void check_going_on(const TrainOptions& o) {
   }
   if (o.max_restarts == 0 && (o.spares > 0 || o.recut || o.copies_to_neighbor > 0)) {
     const char* option = o.recut ? "--recut" : o.spares > 0 ? "--spares" : "--copies-to-neighbor";
-    throw UsageError(std::string(option) + ": no lost process is made up for",
-                     "--max-restarts N");
+    throw UsageError(std::string(option) + ": no lost process is made up for", "--max-restarts N");
   }
 }
 
@@ -232,7 +231,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
   if (job.plan) needed_by = "--plan " + o.plan;
   const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
-  const CutOptions cuts{o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
+  const CutOptions cuts{
+      o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
   job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] { return cut(module, stages, cuts, needed_by); });
   name_parameters(o, job);
   check_verdict(o, job);

@@ -69,7 +69,8 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
   now.inject.clear();
   if (now.stages == 1) now.wire.clear();
   // Nobody has a copy of one process's state, and nothing else makes up for its loss.
-  if (processes == 1 && now.checkpoints.empty()) now.max_restarts = now.spares = now.copies_to_neighbor = 0, now.recut = false;
+  if (processes == 1 && now.checkpoints.empty())
+    now.max_restarts = now.spares = now.copies_to_neighbor = 0, now.recut = false;
   return now;
 }
 
@@ -109,10 +110,8 @@ TrainResult train_on_hosts(const TrainOptions& o, const TrainHooks& hooks, const
     hooks.event(event::LogProblem{
         "torchrun's agents do not hear of each other's new addresses when a host is lost or comes (torch 2.13): set "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for all of them"});
-  TrainSession session{.members = {},
-                       .place = place,
-                       .copies = StateCopies(std::make_shared<Keeper>(::getppid())),
-                       .job = nullptr};
+  TrainSession session{
+      .members = {}, .place = place, .copies = StateCopies(std::make_shared<Keeper>(::getppid())), .job = nullptr};
   session.job = std::make_shared<TrainJob>(prepare_job(now, {}, hooks));
   if (place.rank < now.processes()) {
     Trainer trainer(now, hooks, session);

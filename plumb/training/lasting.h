@@ -1,14 +1,14 @@
-// A training that goes on when a process or a host is lost, as a process of plumb's own launcher (pipeline/launch.h) or of
-// torchrun.
+// A training that goes on when a process or a host is lost, as a process of plumb's own launcher (pipeline/launch.h) or
+// of torchrun.
 //
 // When a rank is lost, every other one gets Error(Communication). It drops everything that belongs to the group of that
 // generation, keeps its process, its model and the copies of state (state_copies.h), and waits for the next generation
 // (pipeline/generations.h). There all ranks agree on the last edge of which everything is held, take it from the copies
 // or, if there is none, from the last checkpoint, and go on. Any other error ends the process: its rank is lost.
 //
-// torchrun's agents end all processes when one is lost, meet in their rendezvous, and start all again: on the hosts that
-// are left, and those that have come. A keeper on each host has held the copies (pipeline/launch/keeper.h), so the new
-// processes go on likewise. Only those agents that reach the rendezvous' store start anything.
+// torchrun's agents end all processes when one is lost, meet in their rendezvous, and start all again: on the hosts
+// that are left, and those that have come. A keeper on each host has held the copies (pipeline/launch/keeper.h), so the
+// new processes go on likewise. Only those agents that reach the rendezvous' store start anything.
 #pragma once
 
 #include "plumb/pipeline/launch/generations.h"

@@ -69,7 +69,8 @@ int loss_output(const GraphModule& module) {
 
 std::function<at::Tensor(const Tensors&)> example_loss(const std::string& loss, const GraphModule& module) {
   const auto args = module.graph().output_node()->args();
-  const auto* first = !args.empty() && args[0].is_value() && args[0].value()->meta() ? &*args[0].value()->meta() : nullptr;
+  const auto* first =
+      !args.empty() && args[0].is_value() && args[0].value()->meta() ? &*args[0].value()->meta() : nullptr;
   const bool logits = first != nullptr && first->is_floating_point() && first->sizes.size() > 1;
   std::string which = loss;
   if (which.empty()) which = find_loss_by_name(module.out_spec()) || !logits ? "output" : "cross_entropy";
@@ -84,7 +85,8 @@ std::function<at::Tensor(const Tensors&)> example_loss(const std::string& loss, 
   return [which](const Tensors& outputs) {
     const at::Tensor& out = outputs.at(0);
     if (which == "mse") return mse(outputs, {at::zeros_like(out)});
-    return cross_entropy(outputs, {at::zeros(out.sizes().slice(0, out.dim() - 1), out.options().dtype(at::kLong))}, -100);
+    return cross_entropy(outputs, {at::zeros(out.sizes().slice(0, out.dim() - 1), out.options().dtype(at::kLong))},
+                         -100);
   };
 }
 

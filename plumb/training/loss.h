@@ -13,8 +13,8 @@ Loss make_loss(const TrainOptions& options);
 // Returns the output that is the loss: the one named so, or the only floating-point number. Throws UsageError.
 int loss_output(const GraphModule& module);
 
-// Returns --loss of the model's outputs with targets made up, to measure with; none for "none". "": the model's own loss
-// if it returns one, else cross_entropy for floating-point outputs of two or more dimensions. Throws UsageError.
+// Returns --loss of the model's outputs with targets made up, to measure with; none for "none". "": the model's own
+// loss if it returns one, else cross_entropy for floating-point outputs of two or more dimensions. Throws UsageError.
 std::function<at::Tensor(const Tensors& outputs)> example_loss(const std::string& loss, const GraphModule& module);
 
 // A step's batch in parts, rows of each as equal as can be, the first ones one longer. `counts`: the targets that

@@ -40,7 +40,8 @@ std::vector<int> neighbors(const std::vector<int>& hosts) {
     for (size_t other = 0; other < hosts.size(); ++other) {
       if (next && hosts[other] == *next) others.push_back(static_cast<int>(other));
     }
-    const auto place = static_cast<size_t>(std::count(hosts.begin(), hosts.begin() + static_cast<int64_t>(rank), hosts[rank]));
+    const auto place =
+        static_cast<size_t>(std::count(hosts.begin(), hosts.begin() + static_cast<int64_t>(rank), hosts[rank]));
     to.push_back(others.empty() ? -1 : others[place % others.size()]);
   }
   return to;
@@ -55,10 +56,7 @@ std::vector<int> all_ranks(const ProcessGroup& group) {
 }  // namespace
 
 NeighborCopies::NeighborCopies(const ProcessGroup& world, int host, ProcessGroup busy, int64_t most)
-    : world_(world),
-      group_(make_subgroup(world, "neighbors", all_ranks(world))),
-      busy_(std::move(busy)),
-      most_(most) {
+    : world_(world), group_(make_subgroup(world, "neighbors", all_ranks(world))), busy_(std::move(busy)), most_(most) {
   const std::vector<int> to = neighbors(hosts_of(world, host));
   to_ = to[static_cast<size_t>(world.rank())];
   if (to_ < 0) return;
@@ -88,13 +86,14 @@ std::optional<TrainEvent> NeighborCopies::send(int64_t edge, const at::Tensor& c
                              (problem_.empty() ? std::string(": another rank failed to") : ": " + problem_)};
   }
   if (worst == 1)
-    return event::LogProblem{c10::str("the copies of step ", edge, " are not sent to other hosts: those of step ", edge_,
-                                      " are still on their way (a larger --copies-to-neighbor?)")};
+    return event::LogProblem{c10::str("the copies of step ", edge, " are not sent to other hosts: those of step ",
+                                      edge_, " are still on their way (a larger --copies-to-neighbor?)")};
   std::optional<TrainEvent> told;
   if (edge_ >= 0) {
     complete_ = true;
-    told = event::Copied{edge_, world_.rank(), to_, bytes_, seconds_,
-                         static_cast<double>(in_bubbles_) / static_cast<double>(std::max<int64_t>(pieces_, 1))};
+    told = event::Copied{
+        edge_,  world_.rank(), to_,
+        bytes_, seconds_,      static_cast<double>(in_bubbles_) / static_cast<double>(std::max<int64_t>(pieces_, 1))};
   }
   slot_ = 1 - slot_;
   edge_ = edge;
@@ -152,8 +151,8 @@ std::vector<int64_t> NeighborCopies::exchange_sizes() {
     const int rank = plan.receives[i].peer;
     const auto size = transport_->receive(static_cast<int>(i), kAction, a_number).values[0].tensor.item<int64_t>();
     if (size < static_cast<int64_t>(sizeof(int64_t)) || size > most_)
-      throw Error(ErrorKind::Communication, c10::str("rank ", rank, " has ", size, " bytes of state, where at most ", most_,
-                                                     " are expected"));
+      throw Error(ErrorKind::Communication,
+                  c10::str("rank ", rank, " has ", size, " bytes of state, where at most ", most_, " are expected"));
     sizes[static_cast<size_t>(rank)] = size;
   }
   transport_->end_step();
@@ -192,7 +191,8 @@ void NeighborCopies::exchange_piece(int64_t at, const std::vector<int64_t>& size
 
 void NeighborCopies::wait_for_bubble() {
   const auto until = Clock::now() + kLongestPause;
-  while (!busy_.is_waiting() && Clock::now() < until && !ends_) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  while (!busy_.is_waiting() && Clock::now() < until && !ends_)
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
   if (busy_.is_waiting()) ++in_bubbles_;
 }
 

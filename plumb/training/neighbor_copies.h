@@ -22,8 +22,8 @@ namespace plumb {
 
 class NeighborCopies {
  public:
-  // Made by all ranks of `world` together. `host`: of this rank. `busy`: the group whose waits are bubbles. `most`: bytes
-  // that a copy may have.
+  // Made by all ranks of `world` together. `host`: of this rank. `busy`: the group whose waits are bubbles. `most`:
+  // bytes that a copy may have.
   NeighborCopies(const ProcessGroup& world, int host, ProcessGroup busy, int64_t most);
   ~NeighborCopies();
   NeighborCopies(const NeighborCopies&) = delete;

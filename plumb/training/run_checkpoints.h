@@ -26,8 +26,8 @@ class RunCheckpoints {
   // Loads the newest whole checkpoint of the folder's run into the stages, the optimizer and the data, takes its
   // gradient groups into job.pipeline if options give none, and returns its step; 0 if there is none. With
   // options.resume off the run is a new one: it goes on only from what this launch, or the attempt before of the same
-  // job, has begun. Checkpoints of steps up to `after` are not loaded. `told` gets a sentence for each that is damaged or of another run, on rank 0. Throws UsageError
-  // that names an option whose other value would make another run.
+  // job, has begun. Checkpoints of steps up to `after` are not loaded. `told` gets a sentence for each that is damaged
+  // or of another run, on rank 0. Throws UsageError that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told, int64_t after = -1);
   // Returns the run's number, in each checkpoint and in the folder's run.json: on all ranks after resume() or
   // take_run().

@@ -37,7 +37,8 @@ namespace plumb {
 // Returns parameters and buffers of the stages of a pipeline's rank, by their first names in the model.
 NamedTensors held_tensors(const TrainJob& job, int rank);
 
-// Returns the first number of a copy: 0 while it is written. A reader, after its writer is gone, sees all of it or none.
+// Returns the first number of a copy: 0 while it is written. A reader, after its writer is gone, sees all of it or
+// none.
 inline std::atomic_ref<int64_t> mark_of(char* copy) { return std::atomic_ref(*reinterpret_cast<int64_t*>(copy)); }
 
 // A rank's state to load and to keep.

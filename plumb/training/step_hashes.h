@@ -12,7 +12,8 @@ TrainOptions without_outputs(TrainOptions options);
 
 class StepHashes {
  public:
-  // `rank`: among all processes. `after`: the step that the run goes on after. The options and the step must outlive it.
+  // `rank`: among all processes. `after`: the step that the run goes on after. The options and the step must outlive
+  // it.
   StepHashes(const TrainOptions& options, int rank, TrainStep& step, std::optional<int64_t> after);
 
   void begin_step(int64_t step);

@@ -25,8 +25,7 @@ const Register diff_part([](py::module_& m) {
         return diff(a, b, {of_a, of_b});
       },
       FreeGil(), "a"_a, "b"_a, "of_a"_a, "of_b"_a);
-  m.def(
-      "diff_tensors", [](const DiffTensors& a, const DiffTensors& b) { return diff(a, b); }, FreeGil(), "a"_a, "b"_a);
+  m.def("diff_tensors", [](const DiffTensors& a, const DiffTensors& b) { return diff(a, b); }, FreeGil(), "a"_a, "b"_a);
   py::class_<ModuleDiff>(m, "ModuleDiff")
       .def(py::init<const GraphModule&, const GraphModule&>(), "a"_a, "b"_a)
       .def_readonly("a", &ModuleDiff::a)

@@ -4,10 +4,10 @@
 #include "plumb/graph/mode.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/schema_fit.h"
 #include "plumb/graph/summary.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb::python {
 namespace {

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from plumb.pipelining import Plan, pipeline, plan
+from plumb.pipelining.schedules import ScheduleTable
 from torch import nn
 
 import plumb
-from plumb.pipelining import Plan, pipeline, plan
-from plumb.pipelining.schedules import ScheduleTable
 
 
 class Net(nn.Module):

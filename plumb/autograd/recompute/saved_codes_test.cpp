@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "plumb/autograd/simulate_format.h"
-#include "plumb/operators/dispatch_keys.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/operators/dispatch_keys.h"
 
 namespace plumb {
 namespace {

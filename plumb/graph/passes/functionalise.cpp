@@ -6,8 +6,8 @@
 
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/copy_node.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

@@ -25,7 +25,7 @@ bool has_rank(const Arg& arg, size_t rank) {
 
 // A rule for what these lines make of the placeholders, "x w eps:float", as %y.
 PatternRule rule(const char* name, bool exact, const std::string& placeholders, const std::string& lines,
-               std::function<Node*(Graph&, const Match&)> build, bool through_casts = false) {
+                 std::function<Node*(Graph&, const Match&)> build, bool through_casts = false) {
   std::string text = "graph {\n";
   std::istringstream words(placeholders);
   for (std::string word; words >> word;)

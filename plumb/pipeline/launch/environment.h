@@ -28,12 +28,12 @@ struct RankEnvironment {
 using Variables = std::function<std::optional<std::string>(const std::string& name)>;
 std::optional<std::string> process_variable(const std::string& name);
 
-// Reads, in this order: RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT (torchrun, which adds GROUP_RANK, and
-// plumb's own launcher, which adds PLUMB_STORE_SOCKET or PLUMB_PROCESS); OMPI_COMM_WORLD_* (Open MPI); PMI_RANK / PMI_SIZE (MPICH, Intel
-// MPI); SLURM_PROCID / SLURM_NTASKS (srun). MASTER_ADDR and MASTER_PORT are honored under all of them. Without them
-// the address is loopback when all ranks are on this host, SLURM's first host otherwise, and the port is derived from
-// the job's id. None when no launcher is seen. Throws Error(InvalidArgument) that names the variable for values that
-// make no sense.
+// Reads, in this order: RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT (torchrun, which adds GROUP_RANK,
+// and plumb's own launcher, which adds PLUMB_STORE_SOCKET or PLUMB_PROCESS); OMPI_COMM_WORLD_* (Open MPI); PMI_RANK /
+// PMI_SIZE (MPICH, Intel MPI); SLURM_PROCID / SLURM_NTASKS (srun). MASTER_ADDR and MASTER_PORT are honored under all of
+// them. Without them the address is loopback when all ranks are on this host, SLURM's first host otherwise, and the
+// port is derived from the job's id. None when no launcher is seen. Throws Error(InvalidArgument) that names the
+// variable for values that make no sense.
 std::optional<RankEnvironment> discover_ranks(const Variables& variables = process_variable);
 
 // Returns whether plumb's own launcher (launch.h) started this process.

@@ -52,7 +52,8 @@ Role lasting_role("lasting", [] {
       if (e.kind() != ErrorKind::Communication) throw;
       std::fprintf(stderr, "%s\n", e.what());
     }
-    if (kind == "silent" && place->rank == 2 && me->is_first_to("hang")) std::this_thread::sleep_for(std::chrono::hours(1));
+    if (kind == "silent" && place->rank == 2 && me->is_first_to("hang"))
+      std::this_thread::sleep_for(std::chrono::hours(1));
     me->leave();
   }
   report("ended", "without a place");

@@ -36,9 +36,11 @@ using Numbers = std::vector<std::int64_t>;
 constexpr size_t kMostKept = 4096;  // numbers of a message, and memories
 
 [[noreturn]] void keeper_fails(const std::string& what, int reason) {
-  throw Error(ErrorKind::ExecutionFailed, "the copies of this host cannot be kept: " + what + ": " + std::strerror(reason),
-              "", system_remedy(reason, "train without --max-restarts; a lost rank then costs the steps since the last "
-                                        "checkpoint"));
+  throw Error(ErrorKind::ExecutionFailed,
+              "the copies of this host cannot be kept: " + what + ": " + std::strerror(reason), "",
+              system_remedy(reason,
+                            "train without --max-restarts; a lost rank then costs the steps since the last "
+                            "checkpoint"));
 }
 
 // The same for all ranks of a launcher. Containers share names of sockets where they share a network.
@@ -108,7 +110,8 @@ void keep_until_end(int listening, int launcher) {
     clients = std::move(left);
     if (polls[1].revents == 0) continue;
     Descriptor client(::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
-    if (client.get() >= 0 && clients.size() < kMostKept && is_of_own_user(client.get())) clients.push_back(std::move(client));
+    if (client.get() >= 0 && clients.size() < kMostKept && is_of_own_user(client.get()))
+      clients.push_back(std::move(client));
   }
 }
 

@@ -18,8 +18,8 @@ namespace plumb {
 
 class Keeper {
  public:
-  // Connects to the keeper of the launcher `launcher`, a parent of this process, and starts it if there is none. Call it
-  // while the process is small: it forks. Throws Error(ExecutionFailed) if the system does not allow it.
+  // Connects to the keeper of the launcher `launcher`, a parent of this process, and starts it if there is none. Call
+  // it while the process is small: it forks. Throws Error(ExecutionFailed) if the system does not allow it.
   explicit Keeper(pid_t launcher);
   Keeper(const Keeper&) = delete;
 

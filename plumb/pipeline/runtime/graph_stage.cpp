@@ -64,11 +64,12 @@ std::pair<std::vector<c10::IValue>, ModelSizes> GraphStage::run_by_hand(std::vec
                 "comes from), or run the stages in a schedule");
   }
   if (!known.empty() && is_capturing()) {
-    throw Error(ErrorKind::Unsupported,
-                str("stage ", index_,
-                    " is captured or transformed, and called by hand with other sizes than it was cut for: the next stage "
-                    "would not know them"),
-                "", "run the stages in a schedule, or cut the model for these sizes");
+    throw Error(
+        ErrorKind::Unsupported,
+        str("stage ", index_,
+            " is captured or transformed, and called by hand with other sizes than it was cut for: the next stage "
+            "would not know them"),
+        "", "run the stages in a schedule, or cut the model for these sizes");
   }
   return {run_values(std::move(inputs), known), known};
 }

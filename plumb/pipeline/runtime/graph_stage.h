@@ -40,9 +40,9 @@ class GraphStage : public StageFunction {
   // Inputs that are no tensors may also be given as such. `sizes`: as for graph_for().
   std::vector<c10::IValue> run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes);
   // For a call outside of a step: also returns the sizes of the model's inputs that these values come from; empty if
-  // they are as they were cut. `told`: the sizes that the stages before passed on. Throws Error(InvalidState) if a value
-  // of another stage has other sizes and nothing tells the model's inputs' sizes, and Error(Unsupported) for other sizes
-  // inside of a capture, whose graph would not pass them on.
+  // they are as they were cut. `told`: the sizes that the stages before passed on. Throws Error(InvalidState) if a
+  // value of another stage has other sizes and nothing tells the model's inputs' sizes, and Error(Unsupported) for
+  // other sizes inside of a capture, whose graph would not pass them on.
   std::pair<std::vector<c10::IValue>, ModelSizes> run_by_hand(std::vector<c10::IValue> inputs, ModelSizes told);
 
  private:

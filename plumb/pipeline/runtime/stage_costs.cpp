@@ -146,8 +146,8 @@ class Run {
 
   int64_t activation() const { return activation_; }  // bytes that wait for the backward
   int64_t held() const { return held_; }              // and after the input half
-  int64_t working() const { return working_; }        // the most that an action took besides what there was before or after
-  Tensors outputs;                                    // for later stages: memory of their own
+  int64_t working() const { return working_; }  // the most that an action took besides what there was before or after
+  Tensors outputs;                              // for later stages: memory of their own
 
  private:
   template <class Function>

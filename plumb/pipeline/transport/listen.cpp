@@ -61,7 +61,8 @@ std::string address_towards(const std::string& other) {
     socklen_t length = sizeof own;
     auto* generic = reinterpret_cast<sockaddr*>(&own);
     char text[NI_MAXHOST] = "";
-    const bool known = ::connect(fd, each->ai_addr, each->ai_addrlen) == 0 && ::getsockname(fd, generic, &length) == 0 &&
+    const bool known = ::connect(fd, each->ai_addr, each->ai_addrlen) == 0 &&
+                       ::getsockname(fd, generic, &length) == 0 &&
                        ::getnameinfo(generic, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
     ::close(fd);
     if (known) return text;

@@ -291,7 +291,7 @@ class Liar {
     transport_.exchange(model.layout.text() + to_csv(compute_only(schedule)));
     for (int i : {0, 1}) transport_.exchange("");  // on a host of its own
     transport_.exchange("[]");                     // its parameters
-    transport_.exchange("{}");  // and their values
+    transport_.exchange("{}");                     // and their values
     const RunPlan plan = plan_run(schedule, connect_stages(model.layout), 1, {});
     transport_.begin_step(plan.messages);
     const auto values = transport_.receive(0, "the lie").values;

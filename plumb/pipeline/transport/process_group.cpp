@@ -32,7 +32,7 @@ struct ProcessGroup::State {
   // Values on `device` go through this one; null: all values are staged through `backend`.
   c10::intrusive_ptr<c10d::Backend> device_backend;
   c10::Device device = c10::kCPU;
-  int tag_ranges = 0;                  // handed out to transports
+  int tag_ranges = 0;                                                                 // handed out to transports
   std::shared_ptr<std::atomic<int>> waiting = std::make_shared<std::atomic<int>>(0);  // threads, for messages
   std::optional<std::string> failure;  // a peer is lost: no more messages
 };

@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/transforms/operands.h"

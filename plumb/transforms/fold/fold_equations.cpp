@@ -207,8 +207,7 @@ void FoldEquations::relate_attribute(Node* node) {
 
 void FoldEquations::leave_alone(Node* node, const std::string& why) {
   keep_all(node);
-  if (node->op_name().starts_with("plumb::"))
-    report_.add(ReportKind::LeftAlone, node, node->target(), "", why);
+  if (node->op_name().starts_with("plumb::")) report_.add(ReportKind::LeftAlone, node, node->target(), "", why);
 }
 
 LogFactor FoldEquations::relate_call(Node* node, const FactorRelation& relation) {

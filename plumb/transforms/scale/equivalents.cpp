@@ -6,8 +6,8 @@
 #include <set>
 
 #include "plumb/core/error.h"
-#include "plumb/operators/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/transforms/operands.h"
 

@@ -129,8 +129,7 @@ at::Tensor one_by_one(const at::Tensor& x, std::string_view fwd, std::string_vie
 at::Tensor track_rounded(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t> seed,
                          int64_t dim, int64_t before, int64_t after, int64_t tracker) {
   if (!ordinary(x)) return one_by_one(x, fwd, bwd, seed, dim, before, after, tracker);
-  at::Tensor result =
-      observed_forward(x, fwd, seed, dim, before, after, tracker, rows_of(tracker, before, after));
+  at::Tensor result = observed_forward(x, fwd, seed, dim, before, after, tracker, rows_of(tracker, before, after));
   return fwd == "none" ? result.clone() : result;
 }
 

@@ -208,7 +208,8 @@ std::vector<ScaleTracker::Hashed> ScaleTracker::hashes(int64_t slot, Direction d
   if (!s) return out;
   for (const Hashing& each : direction == Direction::Forward ? s->fwd_hashes : s->bwd_hashes)
     out.push_back({each.rows, each.words,
-                   each.on_device.defined() ? static_cast<uint64_t>(each.on_device.item<int64_t>()) : each.hash, each.kept});
+                   each.on_device.defined() ? static_cast<uint64_t>(each.on_device.item<int64_t>()) : each.hash,
+                   each.kept});
   std::ranges::stable_sort(out, {}, [](const Hashed& h) { return h.rows.first; });
   return out;
 }
