@@ -1,5 +1,5 @@
-// Kernels that are broken on purpose are turned off and named; right ones pass. Also on the test device, whose memory the
-// checks may not read as the CPU's.
+// Kernels that are broken on purpose are turned off and named; right ones pass. Also on the test device, whose memory
+// the checks may not read as the CPU's.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
