@@ -46,10 +46,16 @@ if(EXISTS "${TORCH_WHEEL_DIR}/lib/libtorch_cuda.so")
   set(TORCH_WHEEL_CUDA ON)
 endif()
 
-# at::parallel_for is a header: without OpenMP it is a loop on one thread. The runtime is the one torch loads.
+# at::parallel_for is a header: without OpenMP it is a loop on one thread. The runtime is the one torch loads. libgomp
+# has nothing of what clang's loops call: a second runtime in the process would count threads of its own.
 file(GLOB _torch_openmp LIST_DIRECTORIES OFF "${TORCH_WHEEL_DIR}/lib/libgomp*.so*" "${TORCH_WHEEL_DIR}/lib/libiomp5.so")
 list(APPEND _torch_openmp gomp)
 list(GET _torch_openmp 0 _torch_openmp)
+if(_torch_openmp MATCHES iomp5)
+  set(_torch_openmp_flag "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>")
+else()
+  set(_torch_openmp_flag "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fopenmp>")
+endif()
 
 add_library(torch_wheel INTERFACE IMPORTED)
 set_target_properties(torch_wheel PROPERTIES
@@ -59,7 +65,7 @@ set_target_properties(torch_wheel PROPERTIES
     "${TORCH_WHEEL_DIR}/include;${TORCH_WHEEL_DIR}/include/torch/csrc/api/include"
   # c10d's headers hide Gloo unless told it is there, as it is in every Linux wheel.
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;_GLIBCXX_USE_CXX11_ABI=1"
-  INTERFACE_COMPILE_OPTIONS "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>"
+  INTERFACE_COMPILE_OPTIONS "${_torch_openmp_flag}"
   INTERFACE_LINK_LIBRARIES
     "${TORCH_WHEEL_DIR}/lib/libtorch.so;${TORCH_WHEEL_DIR}/lib/libtorch_cpu.so;${TORCH_WHEEL_DIR}/lib/libc10.so;${_torch_openmp}"
   # A CUDA wheel's libraries need others that only their own run paths find.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "plumb/cuda/launch.h"
+#include "tests/test_device.h"
 
 namespace plumb::cuda {
 
@@ -35,6 +36,7 @@ class Emulator : public Machine {
 
   void* loaded(const std::string& text) override {
     const auto [at, added] = kernels_.try_emplace(text);
+    at->second.text = &at->first;
     if (!at->second.run) ++declined;
     return at->second.run ? &at->second : nullptr;
   }
@@ -45,8 +47,16 @@ class Emulator : public Machine {
     if (blocks < 1 || blocks > INT32_MAX)
       throw std::runtime_error("no GPU starts " + std::to_string(blocks) + " blocks");
     ++started;
-    const auto run = [&] { static_cast<Kernel*>(kernel)->run(arguments, blocks); };
-    instead ? instead(run, arguments) : run();
+    const auto* known = static_cast<Kernel*>(kernel);
+    const auto run = [&] { known->run(arguments, blocks); };
+    open_test_device(true);
+    try {
+      instead ? instead(*known->text, run, arguments) : run();
+    } catch (...) {
+      open_test_device(false);
+      throw;
+    }
+    open_test_device(false);
   }
 
   void compile() {
@@ -94,15 +104,23 @@ class Emulator : public Machine {
 
   int declined = 0, started = 0;  // since compile()
   bool compiled = false, checks = false;
-  // Runs in the place of a kernel, if it is not empty: the kernel, its blocks, its arguments.
-  std::function<void(const std::function<void()>& run, void** arguments)> instead;
+  // Runs in the place of a kernel, if it is not empty: the kernel's text, the kernel, its arguments.
+  using Instead = std::function<void(const std::string& text, const std::function<void()>& run, void** arguments)>;
+  Instead instead;
 
  private:
   using Run = void (*)(void**, int64_t);
   struct Kernel {
     int number = 0;
     Run run = nullptr;
+    const std::string* text = nullptr;
   };
+  // The test device's memory is no program's but a kernel's.
+  static void open_test_device(bool open) {
+    if (test_device().is_privateuseone())
+      reinterpret_cast<void (*)(bool)>(dlsym(RTLD_DEFAULT, "plumb_test_device_open"))(open);
+  }
+
   std::map<std::string, Kernel> kernels_;
   std::string folder_;
   bool* backwards_ = nullptr;

@@ -447,6 +447,9 @@ struct Register {
 
 }  // namespace
 
+// For kernels that a test runs in the place of the device's (plumb/cuda/emulator_testing.h).
+extern "C" void plumb_test_device_open(bool wanted) { Arena::get().open(wanted); }
+
 at::Tensor plumb_test::memory_of(const at::Tensor& tensor) { return on_host(tensor); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
