@@ -259,11 +259,10 @@ def layouts(schedules: list[str]) -> None:
                 if found is None:
                     print(f"| {schedule} | {stages} x {replicas} | cannot run | |", flush=True)
                     continue
-                table = make_schedule(schedule, stages, 8 // replicas)
-                behind = re.compile(r"[1-9]\d*F\d+")  # forwards of stages that take messages
-                rank, at = chance.choice([(rank + replica * stages, str(action)) for replica in range(replicas)
-                                          for rank, row in enumerate(table.rows) for action in row
-                                          if behind.fullmatch(str(action))])  # fmt: skip
+                rows = make_schedule(schedule, stages, 8 // replicas).csv().split()
+                rank, at = chance.choice([(rank + replica * stages, at) for replica in range(replicas)
+                                          for rank, row in enumerate(rows)
+                                          for at in re.findall(r"\b[1-9]\d*F\d+\b", row)])  # fmt: skip
                 spoiled = run("spoiled.history", *layout, "--inject", f"flip rank {rank} at {at} of step 3")
                 said = f"{at} of rank {rank}: {spoiled and spoiled.conclusion}"
                 print(f"| {schedule} | {stages} x {replicas} | {found.compared} | "
