@@ -1,10 +1,12 @@
 """Flips bits in trainings and asks plumb.diff where: prints a table.
 
     .venv/bin/python tools/diff_flips.py 1000            # flips
-    .venv/bin/python tools/diff_flips.py --layouts       # 36 layouts of one training, which must be equal
+    .venv/bin/python tools/diff_flips.py --layouts       # 36 layouts of one training, which must be equal, and a wrong message in each
 
-A flip counts as named right if the first tensor that plumb.diff names has, undisturbed, the bits of the victim, or of what
-an operator makes of it directly.
+A flip counts as named right if the first tensor that plumb.diff names has, undisturbed, the bits of the victim or of the
+first recorded tensors that are made of it. An operator's backward makes tensors that are no gradient of the graph's; what is
+recorded of such a victim is that gradient. "wrong kernel" is an operator that is wrong by one unit of the last place in one
+element, each time that it runs.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import argparse
 import collections
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,9 +28,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plumb
+from plumb._C import make_schedule
 
+PLUMB = str(pathlib.Path(__file__).parent.parent / "build" / "bin" / "plumb")
 RULES = '[[rule]]\nevery = 1\nstatistics = ["hash"]\n'
-KINDS = ("wrong value", "rotten value", "wrong gradient", "rotten gradient", "weight", "optimizer state")
+KINDS = ("wrong value", "rotten value", "wrong gradient", "rotten gradient", "wrong kernel", "weight", "optimizer state")
 
 
 class Mlp(nn.Module):
@@ -71,54 +77,61 @@ def tensors(tree: object) -> list[torch.Tensor]:
 
 
 def flip(x: torch.Tensor, place: int, bits: list[int]) -> None:
-    flat = x.detach().as_strided((x.numel(),), (1,)) if not x.is_contiguous() else x.detach().view(-1)
-    words = flat.view(torch.int32)
-    word = int(words[place % len(words)])
+    """In memory, behind autograd's back."""
+    words = x.detach().numpy().view(numpy.uint32)
     for bit in bits:
-        word ^= 1 << bit
-    words[place % len(words)] = word - (1 << 32) if word >= 1 << 31 else word
+        words.flat[place % words.size] ^= numpy.uint32(1 << bit)
 
 
 class Watch(TorchDispatchMode):
-    """Flips in what the operator number `at` makes, at once or (`late`) when it is used; notes the hashes of both."""
+    """Flips in what the operator call `at` makes: at once, (`late`) when it is used, or (`all_alike`) in what each call of
+    that operator makes. Notes the hashes of the victim and of what is made of it, up to those in `recorded`."""
 
-    def __init__(self, at: int | None, late: bool, place: int, bits: list[int]):
+    def __init__(self, at: int | None, late: bool, all_alike: bool, place: int, bits: list[int], recorded: set[int]):
         super().__init__()
-        self.at, self.late, self.place, self.bits = at, late, place, bits
+        self.at, self.late, self.all_alike, self.place, self.bits = at, late, all_alike, place, bits
+        self.recorded = recorded
         self.count, self.phase, self.counts = 0, "forward", collections.Counter()
-        self.victim: torch.Tensor | None = None
-        self.near: list[int] = []  # hashes of the victim and of what is made of it
+        self.wrong = None  # the operator of the victim
+        self.made_of: list[torch.Tensor] = []  # the victim, and what is made of it and not recorded
+        self.near: list[int] = []
         self.flipped = at is None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        ours = function.namespace == "plumb"
+        if function.namespace == "plumb":
+            return function(*args, **(kwargs or {}))
         taken = {storage(x) for x in tensors((args, kwargs or {}))}
-        uses = self.victim is not None and storage(self.victim) in taken and not ours
+        uses = any(storage(x) in taken for x in self.made_of)
         if uses and not self.flipped:
-            flip(self.victim, self.place, self.bits)
+            flip(self.made_of[0], self.place, self.bits)
             self.flipped = True
         out = function(*args, **(kwargs or {}))
-        if ours:
-            return out
         for x in tensors(out):
             if x.dtype != torch.float32 or not x.numel():
                 continue
             if uses:
-                self.near.append(int(torch.ops.plumb.tensor_hash(x)))
+                self.note(x)
             if storage(x) in taken:
                 continue
             if self.count == self.at:
-                self.victim = x
-                self.near.append(int(torch.ops.plumb.tensor_hash(x)))
-                if not self.late and not self.flipped:
+                self.wrong = function
+            if self.count == self.at or (self.all_alike and function is self.wrong):
+                self.note(x, victim=True)
+                if not self.late:
                     flip(x, self.place, self.bits)
                     self.flipped = True
             self.count += 1
             self.counts[self.phase] += 1
         return out
 
+    def note(self, x: torch.Tensor, victim: bool = False) -> None:
+        self.near.append(int(torch.ops.plumb.tensor_hash(x)))
+        if victim or self.near[-1] not in self.recorded:
+            self.made_of.append(x)
 
-def train(make, folder: pathlib.Path, name: str, kind: str | None = None, at: int | None = None, place=0, bits=()):
+
+def train(make, folder: pathlib.Path, name: str, kind: str | None = None, at: int | None = None, place=0, bits=(),
+          recorded=frozenset()):  # fmt: skip
     """Three steps, the flip in the second; returns the watch of that step and the victim's name, if it is known."""
     torch.manual_seed(0)
     net = make()
@@ -137,7 +150,8 @@ def train(make, folder: pathlib.Path, name: str, kind: str | None = None, at: in
                 target = p.data if kind == "weight" else optimizer.state[p][("exp_avg", "exp_avg_sq")[place % 2]]
                 flip(target, place, bits)
             spied = step == 1 and kind not in ("weight", "optimizer state")
-            watch = Watch(at if spied else None, "rotten" in str(kind), place, list(bits))
+            alike = kind == "wrong kernel"
+            watch = Watch(at if spied else None, "rotten" in str(kind), alike, place, list(bits), recorded)
             if step == 1:
                 seen = watch
             with watch:
@@ -150,13 +164,14 @@ def train(make, folder: pathlib.Path, name: str, kind: str | None = None, at: in
     return seen, victim, loss.item()
 
 
-def hash_of_first(history: plumb.History, first: dict) -> set[int]:
+def hashes(history: plumb.History, first: dict | None = None) -> set[int]:
+    """Returns the hashes of the second step, or of the tensor that a diff names first."""
     return {
         h - (1 << 64) if h >= 1 << 63 else h
         for step, tensor, backward, h in history._engine.hashes()
-        if step == first["step"] and history.tensors[tensor]["name"] == first["tensor"]
-        and backward == (first["kind"] == "gradient")
-    }
+        if step == 2 and (first is None or (history.tensors[tensor]["name"] == first["tensor"]
+                                            and backward == (first["kind"] == "gradient")))
+    }  # fmt: skip
 
 
 def flips(number: int) -> None:
@@ -164,28 +179,26 @@ def flips(number: int) -> None:
     table: dict[str, collections.Counter] = {kind: collections.Counter() for kind in KINDS}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        clean, counts, losses = {}, {}, {}
+        clean, counts, losses, recorded = {}, {}, {}, {}
         for make in (Mlp, Convnet, Gpt):
             watch, _, losses[make] = train(make, folder, f"clean.{make.__name__}")
             clean[make], counts[make] = plumb.read_history(folder / f"clean.{make.__name__}"), watch.counts
+            recorded[make] = hashes(clean[make])
             again = train(make, folder, f"again.{make.__name__}")
             assert plumb.diff(clean[make], plumb.read_history(folder / f"again.{make.__name__}")).equal, again
         for trial in range(number):
             make, kind = chance.choice((Mlp, Convnet, Gpt)), KINDS[trial % len(KINDS)]
             forward = counts[make]["forward"]
-            at = chance.randrange(forward) if "value" in kind else forward + chance.randrange(counts[make]["backward"])
-            bits = chance.sample(range(32), 1 if chance.random() < 0.5 else chance.randrange(2, 5))
+            backward = "gradient" in kind or (kind == "wrong kernel" and chance.random() < 0.5)
+            at = forward + chance.randrange(counts[make]["backward"]) if backward else chance.randrange(forward)
+            bits = [0] if kind == "wrong kernel" else chance.sample(range(32), 1 if chance.random() < 0.5 else chance.randrange(2, 5))
             place = chance.randrange(1 << 20)
             path = folder / "flipped"
             path.unlink(missing_ok=True)
             watch, victim, loss = train(make, folder, "flipped", kind, at, place, bits)
-            # The undisturbed values of the victim and of its users.
-            undisturbed, _, _ = train(make, folder, "flipped.clean", None) if victim else (None, None, None)
-            (folder / "flipped.clean").unlink(missing_ok=True)
-            if victim is None:
-                calm = folder / "calm"
-                calm.unlink(missing_ok=True)
-                undisturbed, _, _ = train(make, folder, "calm", kind, at, place, [])
+            if victim is None:  # the undisturbed values of the victim and of its users
+                (folder / "calm").unlink(missing_ok=True)
+                undisturbed, _, _ = train(make, folder, "calm", kind, at, place, [], recorded[make])
             row = table[kind]
             row["flips"] += 1
             row["same loss"] += loss == losses[make]
@@ -198,7 +211,7 @@ def flips(number: int) -> None:
             else:
                 near = set(undisturbed.near)
                 right = found.first["step"] == 2 and (
-                    bool(near & hash_of_first(clean[make], found.first)) or found.first["kind"] in ("after_step", "optimizer_state")
+                    bool(near & hashes(clean[make], found.first)) or found.first["kind"] in ("after_step", "optimizer_state")
                 )
                 row["named"] += right
                 if not right:
@@ -214,8 +227,10 @@ SCHEDULES = (
 )
 
 
-def layouts() -> None:
-    """One training in 36 layouts: every tensor of its third step must be the same."""
+def layouts(schedules: list[str]) -> None:
+    """One training in 36 layouts: every tensor of its third step must be the same. In each, a rank takes wrong messages: a bit
+    of what reaches its last stage is flipped, in a microbatch by chance."""
+    chance = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         torch.manual_seed(0)
@@ -224,31 +239,40 @@ def layouts() -> None:
         torch.save(x, folder / "x.pt")
         torch.save(x.sin(), folder / "y.pt")
         torch.export.save(torch.export.export(net, (x[:4],)), str(folder / "net.pt2"))
-        base = ["plumb", "train", "net.pt2", "--data", "x.pt", "--targets", "y.pt", "--loss", "mse", "--steps", "4", "--threads", "1",
+        base = [PLUMB, "train", "net.pt2", "--data", "x.pt", "--targets", "y.pt", "--loss", "mse", "--steps", "4", "--threads", "1",
                 "--quiet", "--replay", "3", "--gradient-groups", "2"]  # fmt: skip
 
-        def run(history: str, *layout: str) -> None:
-            subprocess.run([*base, "--hashes", history, *layout], cwd=folder, check=True)
+        def run(history: str, *layout: str) -> plumb.Diff | None:
+            for old in folder.glob(history + "*"):
+                old.unlink()
+            done = subprocess.run([*base, "--hashes", history, *layout], cwd=folder, capture_output=True, text=True)
+            if done.returncode != 0:
+                print(done.stderr.strip().splitlines()[-1][:300], file=sys.stderr)
+            return None if done.returncode != 0 else plumb.diff(str(folder / "one.history"), str(folder / history))
 
         run("one.history", "--microbatches", "8")
-        for schedule in SCHEDULES:
+        for schedule in schedules:
             for stages, replicas in ((2, 1), (4, 1), (2, 2)):
-                history = f"{schedule}.{stages}.{replicas}.history"
-                try:
-                    run(history, "--schedule", schedule, "--stages", str(stages), "--data-parallel", str(replicas),
-                        "--microbatches", str(8 // replicas))  # fmt: skip
-                except subprocess.CalledProcessError:
-                    print(f"| {schedule} | {stages} x {replicas} | cannot run |", flush=True)
+                layout = ["--schedule", schedule, "--stages", str(stages), "--data-parallel", str(replicas),
+                          "--microbatches", str(8 // replicas)]  # fmt: skip
+                found = run("other.history", *layout)
+                if found is None:
+                    print(f"| {schedule} | {stages} x {replicas} | cannot run | |", flush=True)
                     continue
-                found = plumb.diff(str(folder / "one.history"), str(folder / history))
-                said = "equal" if found.equal else found.conclusion
-                print(f"| {schedule} | {stages} x {replicas} | {found.compared} | {said} |", flush=True)
+                rows = make_schedule(schedule, stages, 8 // replicas).csv().split()
+                rank, at = chance.choice([(rank + replica * stages, at) for replica in range(replicas)
+                                          for rank, row in enumerate(rows)
+                                          for at in re.findall(r"\b[1-9]\d*F\d+\b", row)])  # fmt: skip
+                spoiled = run("spoiled.history", *layout, "--inject", f"flip rank {rank} at {at} of step 3")
+                said = f"{at} of rank {rank}: {spoiled and spoiled.conclusion}"
+                print(f"| {schedule} | {stages} x {replicas} | {found.compared} | "
+                      f"{'equal' if found.equal else found.conclusion} | {said} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("flips", type=int, nargs="?", default=100)
-    parser.add_argument("--layouts", action="store_true")
+    parser.add_argument("--layouts", nargs="*", choices=SCHEDULES)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    layouts() if given.layouts else flips(given.flips)
+    flips(given.flips) if given.layouts is None else layouts(given.layouts or SCHEDULES)

@@ -1,47 +1,37 @@
 #include "plumb/analysis/diff_page.h"
 
-#include "plumb/graph/graph.h"
+#include <map>
 
 namespace plumb {
 namespace {
 
 using Found = DiffTensor::State;
 
-// A line of the picture for every tensor of the graph; its inputs come before it.
-struct Picture {
-  Graph graph;
-  LineMarks marks;
-};
-
-void draw(const DiffReport& report, Picture& picture) {
-  std::vector<Value*> values;
-  for (const DiffTensor& each : report.tensors) {
+// Returns a line for every tensor of the graph, without states that do not differ.
+std::vector<PictureLine> lines_of(const DiffReport& report) {
+  std::vector<PictureLine> lines;
+  std::map<size_t, size_t> places;
+  for (size_t i = 0; i < report.tensors.size(); ++i) {
+    const DiffTensor& each = report.tensors[i];
     const HistoryTensor& tensor = each.tensor;
     const Found worst = std::max(each.value, each.gradient);
     const bool is_state = tensor.operation == "parameter" || tensor.operation == "buffer";
-    Node* node = nullptr;
-    if (is_state && worst <= Found::Equal) {
-      node = picture.graph.get_attr(tensor.name);  // drawn with its first user
-    } else {
-      std::vector<Arg> inputs;
-      for (const uint32_t input : tensor.inputs) inputs.emplace_back(values[input]);
-      const bool is_operator = tensor.operation.find("::") != std::string::npos;
-      // Histories name operators that this process may not know: any operator of a list stands for all.
-      node = inputs.empty() ? picture.graph.placeholder(tensor.name)
-                            : picture.graph.call("aten::cat", {Arg::List(inputs.begin(), inputs.end())});
-      picture.marks[node].title = is_operator ? tensor.operation : tensor.operation + " " + tensor.name;
-      if (!tensor.module.empty() && is_operator)
-        node->meta().modules = std::make_shared<const ModuleStack>(ModuleStack{{tensor.module, ""}});
+    if (is_state && worst <= Found::Equal) continue;
+    const bool is_operator = tensor.operation.find("::") != std::string::npos;
+    PictureLine line{.title = is_operator ? tensor.operation : tensor.operation + " " + tensor.name};
+    line.hint = tensor.name;
+    line.detail = c10::str(tensor.sizes);
+    if (is_operator) line.module = tensor.module;
+    for (const uint32_t input : tensor.inputs) {
+      if (const auto from = places.find(input); from != places.end()) line.inputs.push_back(from->second);
     }
-    TensorMeta meta;
-    meta.sizes = tensor.sizes;
-    node->result()->set_meta(meta);
-    const bool is_first = each.value == Found::First || each.gradient == Found::First;
-    if (is_first) picture.marks[node].color = "#fca5a5";
-    if (!is_first && worst == Found::Follows) picture.marks[node].color = "#fed7aa";
-    if (!is_first && worst == Found::Differs) picture.marks[node].color = "#e9d5ff";
-    values.push_back(node->result());
+    if (worst == Found::Follows) line.ground = "#fed7aa";
+    if (worst == Found::Differs) line.ground = "#e9d5ff";
+    if (each.value == Found::First || each.gradient == Found::First) line.ground = "#fca5a5";
+    places[i] = lines.size();
+    lines.push_back(std::move(line));
   }
+  return lines;
 }
 
 }  // namespace
@@ -52,10 +42,8 @@ HtmlReport diff_page(const DiffReport& report, const std::string& more) {
   page.prose(report.statement());
   if (!more.empty()) page.prose(more);
   if (!report.first) return page;
-  Picture picture;
-  draw(report, picture);
   page.section("The graph").prose("Red: the first that differs. Orange: what follows from it. Violet: what differs too.");
-  page.add(picture.graph, picture.marks);
+  page.add(lines_of(report));
   page.section("Tensors that differ").add(report.table(1000));
   return page;
 }

@@ -18,13 +18,13 @@ using svg::number;
 constexpr double kRow = 26, kHead = 24, kPad = 7, kIndent = 12, kLane = 7, kTop = 8;
 constexpr size_t kNone = SIZE_MAX, kDeepest = 24;
 
-// A line of the picture: a node, or the head of a module's box.
+// A row of the picture: a line, or the head of a module's box.
 struct Entry {
-  const Node* node = nullptr;  // null: a head
-  size_t module = kNone;       // the innermost one that holds it; of a head: its own
-  std::string title, detail, hint;
+  const PictureLine* line = nullptr;  // null: a head
+  size_t module = kNone;              // the innermost one that holds it; of a head: its own
+  std::string title, hint;
   double y = 0;
-  double height() const { return node ? kRow : kHead; }
+  double height() const { return line ? kRow : kHead; }
 };
 
 struct ModuleBox {
@@ -44,7 +44,7 @@ struct Drawing {
   std::vector<ModuleBox> modules;
   std::vector<Wire> wires;
   double width = 0;  // of the lines and boxes
-  size_t lanes = 0, parameters = 0;
+  size_t lanes = 0;
 
   std::vector<size_t> around(size_t entry) const {
     std::vector<size_t> out;
@@ -61,7 +61,7 @@ struct Drawing {
   }
   double indent(size_t entry) const {
     const Entry& e = entries[entry];
-    const size_t depth = e.module == kNone ? 0 : modules[e.module].depth + (e.node ? 1 : 0);
+    const size_t depth = e.module == kNone ? 0 : modules[e.module].depth + (e.line ? 1 : 0);
     return kIndent * static_cast<double>(depth);
   }
   double full_width() const { return width + 14 + kLane * static_cast<double>(lanes) + 8; }
@@ -98,30 +98,24 @@ std::string title_of(const Node& node) {
   }
 }
 
-// Lines in the graph's order. A module's box holds lines that follow each other; if the module is called again it has
-// another box. A module of a single line has no box: the line says its name.
-void add_entries(Drawing& d, const Graph& graph, const LineMarks& marks,
-                 std::unordered_map<const Node*, size_t>& places) {
-  std::unordered_map<const Node*, std::vector<const Node*>> parameters;  // by the node that uses them first
-  std::vector<const Node*> rows;
-  for (const Node* node : graph.nodes()) {
-    if (node->kind() == NodeKind::GetAttr) {
-      ++d.parameters;
-      continue;
-    }
-    for (const Value* v : node->inputs()) {
-      const Node* from = v->producer();
-      if (from->kind() == NodeKind::GetAttr && places.try_emplace(from, kNone).second) parameters[node].push_back(from);
-    }
-    rows.push_back(node);
+const char* edge_of(NodeKind kind) {
+  switch (kind) {
+    case NodeKind::Placeholder: return "#16a34a";
+    case NodeKind::Output: return "#ea580c";
+    default: return "#2563eb";
   }
-  auto path_of = [&](size_t i) { return i < rows.size() ? rows[i]->meta().module_path() : std::string(); };
-  std::vector<size_t> open;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const Node* node = rows[i];
-    std::vector<std::string> parts = parts_of(path_of(i));
+}
+
+// A module's box holds lines that follow each other; if the module is called again it has another box. A module of a
+// single line has no box: the line says its name. Returns the entry of each line.
+std::vector<size_t> add_entries(Drawing& d, const std::vector<PictureLine>& lines) {
+  std::vector<size_t> places, open;
+  auto path_of = [&](size_t i) { return i < lines.size() ? lines[i].module : std::string(); };
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const PictureLine& line = lines[i];
+    std::vector<std::string> parts = parts_of(line.module);
     std::string name;
-    auto holds = [&](const std::string& path) { return path == path_of(i) || path.starts_with(path_of(i) + "."); };
+    auto holds = [&](const std::string& path) { return path == line.module || path.starts_with(line.module + "."); };
     const bool alone = !parts.empty() && (i == 0 || !holds(path_of(i - 1))) && !holds(path_of(i + 1));
     if (alone) name = parts.back(), parts.pop_back();
     std::string path;
@@ -134,43 +128,27 @@ void add_entries(Drawing& d, const Graph& graph, const LineMarks& marks,
       path = parent == kNone ? parts[depth] : d.modules[parent].path + "." + parts[depth];
       open.push_back(d.modules.size());
       d.modules.push_back({parts[depth], path, parent, depth, d.entries.size(), 0});
-      d.entries.push_back({nullptr, open.back(), parts[depth], "", path, 0});
+      d.entries.push_back({nullptr, open.back(), parts[depth], path, 0});
     }
-    Entry entry{node, open.empty() ? kNone : open.back(), title_of(*node), "", node->describe(), 0};
-    if (const auto mark = marks.find(node); mark != marks.end() && !mark->second.title.empty())
-      entry.title = entry.hint = mark->second.title;
-    if (!name.empty()) entry.title = name + ": " + entry.title;
-    if (node->num_results() > 0) entry.detail = meta_text(node->result(0)->meta());
-    if (node->num_results() > 1) entry.detail += " x" + std::to_string(node->num_results());
-    if (!node->meta().where().empty()) entry.hint += "\n" + node->meta().where();
-    std::string own;
-    for (const Node* parameter : parameters[node]) {
-      const std::string& full = parameter->target();
-      own += (own.empty() ? "" : ", ") + full.substr(full.rfind('.') + 1);
-      entry.hint += "\n" + full;
-    }
-    if (!own.empty()) entry.detail += "  (" + own + ")";
-    places[node] = d.entries.size();
+    places.push_back(d.entries.size());
     for (size_t m : open) d.modules[m].last = d.entries.size();
-    d.entries.push_back(std::move(entry));
+    d.entries.push_back({&line, open.empty() ? kNone : open.back(),
+                         name.empty() ? line.title : name + ": " + line.title, line.hint, 0});
   }
+  return places;
 }
 
 // The shortest first, each in the first lane that is free along its way.
-void add_wires(Drawing& d, const std::unordered_map<const Node*, size_t>& places) {
+void add_wires(Drawing& d, const std::vector<PictureLine>& lines, const std::vector<size_t>& places) {
   std::map<size_t, std::set<size_t>> uses;
-  for (size_t i = 0; i < d.entries.size(); ++i) {
-    if (!d.entries[i].node) continue;
-    for (const Value* v : d.entries[i].node->inputs()) {
-      const auto from = places.find(v->producer());
-      if (from != places.end() && from->second != kNone) uses[from->second].insert(i);
-    }
+  for (size_t i = 0; i < lines.size(); ++i) {
+    for (const size_t from : lines[i].inputs) uses[places[from]].insert(places[i]);
   }
   for (const auto& [from, to] : uses) d.wires.push_back({from, {to.begin(), to.end()}});
   std::vector<Wire*> order;
   for (Wire& w : d.wires) {
     size_t next = w.from + 1;
-    while (next < d.entries.size() && !d.entries[next].node) ++next;
+    while (next < d.entries.size() && !d.entries[next].line) ++next;
     if (w.to.size() > 1 || w.to[0] != next) order.push_back(&w);
   }
   std::ranges::stable_sort(
@@ -192,18 +170,16 @@ void add_wires(Drawing& d, const std::unordered_map<const Node*, size_t>& places
   d.lanes = lanes.size();
 }
 
-Drawing drawing_of(const Graph& graph, const LineMarks& marks) {
+Drawing drawing_of(const std::vector<PictureLine>& lines) {
   Drawing d;
-  std::unordered_map<const Node*, size_t> places;
-  add_entries(d, graph, marks, places);
-  add_wires(d, places);
+  add_wires(d, lines, add_entries(d, lines));
   double y = kTop;
   d.width = 300;
   for (size_t i = 0; i < d.entries.size(); ++i) {
     Entry& e = d.entries[i];
     e.y = y;
     y += e.height() + kPad * static_cast<double>(i + 1 < d.entries.size() ? d.closed_after(i) : 0);
-    const double text = svg::text_width(e.title, 12) + svg::text_width(e.detail, 11) + 44;
+    const double text = svg::text_width(e.title, 12) + svg::text_width(e.line ? e.line->detail : "", 11) + 44;
     d.width = std::max(d.width, 2 * d.indent(i) + text);
   }
   return d;
@@ -227,15 +203,7 @@ std::string wire_path(const Drawing& d, const Wire& w) {
   return path;
 }
 
-const char* ground_of(NodeKind kind) {
-  switch (kind) {
-    case NodeKind::Placeholder: return "#16a34a";
-    case NodeKind::Output: return "#ea580c";
-    default: return "#2563eb";
-  }
-}
-
-std::string body_of(const Drawing& d, const LineMarks& marks) {
+std::string body_of(const Drawing& d) {
   std::string out;
   for (size_t m = 0; m < d.modules.size(); ++m) {
     const ModuleBox& box = d.modules[m];
@@ -254,32 +222,60 @@ std::string body_of(const Drawing& d, const LineMarks& marks) {
   for (size_t i = 0; i < d.entries.size(); ++i) {
     const Entry& e = d.entries[i];
     const double x = d.indent(i);
-    out += std::string("<g class=\"") + (e.node ? "node" : "module-head") + "\" transform=\"translate(" + number(x) +
+    out += std::string("<g class=\"") + (e.line ? "node" : "module-head") + "\" transform=\"translate(" + number(x) +
            " " + number(e.y) + ")\"><title>" + svg::escaped(e.hint) + "</title>";
-    if (!e.node) {
+    if (!e.line) {
       out += svg::rect(R"(class="hit" fill="none" pointer-events="all")", 0, 0, d.width - 2 * x, kHead) +
              svg::text(8, 16, e.title, {"module-name", "start", 12, true, "#2563eb"}) + "</g>\n";
       continue;
     }
-    const auto mark = marks.find(e.node);
-    const std::string ground = mark == marks.end() || mark->second.color.empty() ? "white" : mark->second.color;
-    out += svg::rect("fill=\"" + ground + "\" stroke=\"#94a3b8\" rx=\"4\"", 4, 3, d.width - 2 * x - 8, kRow - 6) +
-           "<path stroke-width=\"3\" stroke=\"" + ground_of(e.node->kind()) + "\" d=\"M6 7v12\"/>" +
+    out += svg::rect("fill=\"" + e.line->ground + "\" stroke=\"#94a3b8\" rx=\"4\"", 4, 3, d.width - 2 * x - 8, kRow - 6) +
+           "<path stroke-width=\"3\" stroke=\"" + e.line->edge + "\" d=\"M6 7v12\"/>" +
            svg::text(14, 17, e.title) +
-           svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.detail, {"muted", "start", 11}) + "</g>\n";
+           svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.line->detail, {"muted", "start", 11}) + "</g>\n";
   }
   return out;
 }
 
 }  // namespace
 
-std::string graph_svg(const Graph& graph) {
-  const Drawing d = drawing_of(graph, {});
-  return svg::picture(d.full_width(), d.height(), body_of(d, {}), true);
+std::vector<PictureLine> picture_lines(const Graph& graph) {
+  std::vector<PictureLine> lines;
+  std::unordered_map<const Node*, size_t> places;
+  std::set<const Node*> shown;  // parameters
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::GetAttr) continue;
+    PictureLine line{.title = title_of(*node), .hint = node->describe(), .module = node->meta().module_path(),
+                     .where = node->meta().where(), .edge = edge_of(node->kind())};
+    if (node->num_results() > 0) line.detail = meta_text(node->result(0)->meta());
+    if (node->num_results() > 1) line.detail += " x" + std::to_string(node->num_results());
+    if (!line.where.empty()) line.hint += "\n" + line.where;
+    std::string own;
+    for (const Value* v : node->inputs()) {
+      const Node* from = v->producer();
+      if (from->kind() != NodeKind::GetAttr) {
+        line.inputs.push_back(places.at(from));
+      } else if (shown.insert(from).second) {
+        const std::string& full = from->target();
+        own += (own.empty() ? "" : ", ") + full.substr(full.rfind('.') + 1);
+        line.hint += "\n" + full;
+      }
+    }
+    if (!own.empty()) line.detail += "  (" + own + ")";
+    places[node] = lines.size();
+    lines.push_back(std::move(line));
+  }
+  return lines;
 }
 
-std::string graph_html(const Graph& graph, const LineMarks& marks) {
-  const Drawing d = drawing_of(graph, marks);
+std::string graph_svg(const Graph& graph) {
+  const auto lines = picture_lines(graph);
+  const Drawing d = drawing_of(lines);
+  return svg::picture(d.full_width(), d.height(), body_of(d), true);
+}
+
+std::string graph_html(const std::vector<PictureLine>& lines) {
+  const Drawing d = drawing_of(lines);
   nlohmann::json data = {{"row", kRow},
                          {"head", kHead},
                          {"pad", kPad},
@@ -293,7 +289,7 @@ std::string graph_html(const Graph& graph, const LineMarks& marks) {
   auto known = [](size_t i) { return i == kNone ? -1 : static_cast<int64_t>(i); };
   for (const Entry& e : d.entries) {
     data["entries"].push_back(
-        {e.node != nullptr, known(e.module), e.hint + "\n" + e.title, e.node ? e.node->meta().where() : ""});
+        {e.line != nullptr, known(e.module), e.hint + "\n" + e.title, e.line ? e.line->where : ""});
   }
   for (const ModuleBox& m : d.modules) data["modules"].push_back({known(m.parent), m.depth, m.head, m.last});
   for (const Wire& w : d.wires) data["wires"].push_back({w.from, w.to, known(w.lane)});
@@ -301,7 +297,7 @@ std::string graph_html(const Graph& graph, const LineMarks& marks) {
          "shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
          "all</button> <button type=\"button\" class=\"more unfold-all\">unfold all</button> <span "
          "class=\"count\"></span></div>\n<div class=\"graph-scroll\">" +
-         svg::picture(d.full_width(), d.height(), body_of(d, marks), false) + "</div>\n" + svg::data_script(data) +
+         svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n" + svg::data_script(data) +
          "</figure>\n";
 }
 
@@ -337,7 +333,7 @@ std::string graph_dot(const Graph& graph) {
     const std::string id = "n" + std::to_string(index.size());
     std::string label = title_of(*node);
     if (node->num_results() > 0) label += " " + meta_text(node->result(0)->meta());
-    dot += "  " + id + " [label=" + quote(label) + ", color=\"" + ground_of(node->kind()) +
+    dot += "  " + id + " [label=" + quote(label) + ", color=\"" + edge_of(node->kind()) +
            "\", tooltip=" + quote(node->meta().where()) + "];\n";
     for (const Value* v : node->inputs()) {
       dot += c10::str("  n", index.at(v->producer()), " -> ", id, " [label=", quote(v->name()), ", fontsize=8];\n");

@@ -144,7 +144,7 @@ HtmlReport& HtmlReport::add(const Table& table) {
 HtmlReport& HtmlReport::add(const LineChart& chart) { return put(to_html(chart, colors_)); }
 HtmlReport& HtmlReport::add(const TimelineChart& chart) { return put(to_html(chart)); }
 HtmlReport& HtmlReport::add(const HistoryView& view) { return put(to_html(view, colors_)); }
-HtmlReport& HtmlReport::add(const Graph& graph, const LineMarks& marks) { return put(graph_html(graph, marks)); }
+HtmlReport& HtmlReport::add(const std::vector<PictureLine>& graph) { return put(graph_html(graph)); }
 
 std::string HtmlReport::html() const {
   std::string out =

@@ -46,7 +46,8 @@ class HtmlReport {
   HtmlReport& add(const LineChart& chart);
   HtmlReport& add(const TimelineChart& chart);
   HtmlReport& add(const HistoryView& view);
-  HtmlReport& add(const Graph& graph, const LineMarks& marks = {});
+  HtmlReport& add(const Graph& graph) { return add(picture_lines(graph)); }
+  HtmlReport& add(const std::vector<PictureLine>& graph);
 
   std::string html() const;
   // Writes the page whole or not at all (write_file_atomically). Throws Error(CannotWrite).

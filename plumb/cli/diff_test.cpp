@@ -58,6 +58,15 @@ TEST_F(Diffs, TrainingsThatPartAreNamedAndTheirStepIsDoneAgainWhole) {
   EXPECT_FALSE(checkpoints["equal"].get<bool>());
 }
 
+TEST_F(Diffs, ARankThatComputesWrongIsNamedWithItsMicrobatch) {
+  ASSERT_EQ(plumb(four() + "--replay 3 --hashes h_one").code, 0);
+  ASSERT_EQ(plumb(four() + "--replay 3 --hashes h_other --stages 2 --inject 'flip rank 1 at 1F2 of step 3'").code, 0);
+  const Json first = diff("h_one h_other")["first"];
+  EXPECT_EQ(first["step"], 3);
+  EXPECT_EQ(first["rank"], 1) << first;
+  EXPECT_EQ(first["microbatch"], 2) << first;
+}
+
 TEST_F(Diffs, FilesAreComparedOnAnInput) {
   ASSERT_EQ(plumb(base() + "--save other.pt2").code, 0);
   const Json found = diff("lm.pt2 other.pt2 --input ids.pt");
@@ -79,7 +88,7 @@ class Audits : public Checkpoints {};
 TEST_F(Audits, ARankWhoseMemoryRotsIsNamedAndTheRunEndsUndisturbed) {
   const std::string run = job() + "--stages 2 ";
   const Ended whole = plumb(run + "--save whole.pt2");
-  for (const char* fault : {"rot rank 1 at 1F2 of step 4", "rot rank 0 at 0B1 of step 6"}) {
+  for (const char* fault : {"rot rank 1 at 1F2 of step 4", "rot_state rank 0 at 0B1 of step 6"}) {
     SCOPED_TRACE(fault);
     const Ended audited =
         plumb(run + "--audit --max-restarts 1 --save other.pt2 --inject '" + std::string(fault) + "'");

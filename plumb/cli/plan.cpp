@@ -202,46 +202,32 @@ std::string fitting(const PlanArguments& o, const std::vector<ScheduleChoice>& c
                   o.memory.empty() ? "" : " that keep " + o.memory + " a rank");
 }
 
-// Why this one: against the others that keep the limit.
-std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const ScheduleChoice& taken) {
-  std::string text = taken.name + ": ";
-  if (!o.take.empty()) {
-    text += "as asked for";
-  } else {
-    text += "the quickest of " + fitting(o, choices);
-  }
-  const auto other =
-      std::ranges::find_if(choices, [&](const ScheduleChoice& c) { return c.name == "1F1B" && c.problem.empty(); });
-  if (other == choices.end() || &*other == &taken) return text;
-  return text + "; a step takes " + time_text(taken.simulation.makespan, o.measured()) + ", one of 1F1B " +
-         time_text(other->simulation.makespan, o.measured()) + (other->fits ? "" : " and more memory than there is");
+// For given costs: why this one, against 1F1B.
+std::string why(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice& taken) {
+  std::string text = taken.name + ": " + (o.take.empty() ? "the quickest of " + fitting(o, planned.choices) : "as asked for");
+  const ScheduleChoice* other = planned.find("1F1B");
+  if (other == nullptr || other == &taken) return text;
+  return text + "; a step takes " + short_number(taken.simulation.makespan) + ", one of 1F1B " +
+         short_number(other->simulation.makespan) + (other->fits ? "" : " and more memory than there is");
 }
 
 // Reports that no choice keeps the limit, and what would. The fewest ranks are searched among doubled ones.
-[[noreturn]] void refuse(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const CostsOf& costs) {
-  const auto possible = [](const ScheduleChoice& c) { return c.problem.empty(); };
+[[noreturn]] void refuse(const PlanArguments& o, const PlannedModel& planned, const CostsOf& costs) {
   if (!o.take.empty()) throw UsageError("--take " + o.take + ": cannot be had", "--take 1F1B");
-  if (std::ranges::none_of(choices, possible)) {
-    throw Error(ErrorKind::Partition, "no schedule can be had: " + choices.front().problem, "",
-                "fewer --ranks, or fewer --stages-per-rank");
-  }
-  const ScheduleChoice* least = nullptr;
-  for (const ScheduleChoice& c : choices) {
-    if (possible(c) && (least == nullptr || c.peak() < least->peak())) least = &c;
-  }
-  std::string remedy = "a --memory-limit of " + memory_text(least->peak(), o.measured()) + " (" + least->name + ")";
+  const ScheduleChoice& least = planned.least_memory();
+  const std::string needed = memory_text(least.peak(), o.measured());
+  std::string remedy = "a --memory-limit of " + needed + " (" + least.name + ")";
   CompareOptions quick{.memory_limit = memory_of(o.memory), .names = {"1F1B"}};
   for (int ranks = 2 * o.ranks; ranks <= 16 * o.ranks && ranks <= 1024; ranks *= 2) {
     const auto found = compare_schedules(ranks, std::max(ranks, o.microbatches), costs, quick);
-    if (found.empty() || !possible(found[0])) break;
+    if (found.empty() || !found[0].problem.empty()) break;
     if (!found[0].fits) continue;
     remedy += c10::str(", --ranks ", ranks, " (1F1B: ", memory_text(found[0].peak(), o.measured()), ")");
     break;
   }
   throw Error(ErrorKind::InvalidArgument,
-              "no schedule keeps the memory limit of " + o.memory + ": the least that a rank needs is " +
-                  memory_text(least->peak(), o.measured()),
-              "", remedy + ", or smaller microbatches");
+              "no schedule keeps the memory limit of " + o.memory + ": the least that a rank needs is " + needed, "",
+              remedy + ", or smaller microbatches");
 }
 
 void print_json(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice* taken) {
@@ -258,7 +244,7 @@ void print_text(const PlanArguments& o, const PlannedModel& planned, const Sched
   const int wide = terminal_width() ? std::clamp(*terminal_width() - frame, 10, 100) : 100;
   std::cout << "\n"
             << (o.measured() ? conclusion(planned, taken) + "; one of " + fitting(o, planned.choices)
-                               : why(o, planned.choices, taken))
+                               : why(o, planned, taken))
             << "\n"
             << render_text(taken.schedule, taken.simulation.spans, wide) << render_letters(taken.schedule);
   if (o.measured()) print_ranks(o, planned, taken);
@@ -301,7 +287,7 @@ void plan(PlanArguments o) {
   } else {
     print_table(o, planned.choices, taken);
   }
-  if (taken == nullptr) refuse(o, planned.choices, costs);
+  if (taken == nullptr) refuse(o, planned, costs);
   if (!o.json) print_text(o, planned, *taken);
   if (!o.svg.empty()) {
     write_text(to_svg(TimelineChart{taken->name, {timeline_of(taken->schedule, taken->simulation)}}), o.svg);

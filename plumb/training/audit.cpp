@@ -154,10 +154,13 @@ AuditedStage::Seen AuditedStage::take() {
 
 void flip_bits(const Fault& fault, TrainStep& step) {
   if (fault.kind == Fault::Kind::Flip) static_cast<AuditedStage&>(*step.stages().at(fault.stage)).compute_wrong();
-  if (fault.kind != Fault::Kind::Rot || step.parameters().empty()) return;
+  if (fault.kind <= Fault::Kind::Flip || step.parameters().empty()) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor memory = step.parameters().front().second.detach();
-  if (memory.is_contiguous() && memory.numel() > 0) memory.reshape({-1}).view(at::kByte)[0].bitwise_xor_(1 << 4);
+  at::Tensor memory = step.parameters().front().second.detach();
+  if (fault.kind == Fault::Kind::RotGradient) memory = step.parameters().front().second.grad();
+  if (fault.kind == Fault::Kind::RotState) memory = step.optimizer().state().front().second;
+  if (memory.defined() && memory.is_contiguous() && memory.numel() > 0)
+    memory.reshape({-1}).view(at::kByte)[0].bitwise_xor_(1 << 4);
 }
 
 void watch_stages(const TrainJob& job, std::map<int, std::shared_ptr<StageFunction>>& stages) {
@@ -178,7 +181,13 @@ Auditor::Auditor(const TrainOptions& o, TrainJob& job, const TrainRanks& ranks, 
       copies_(ranks.world.size() > 1 ? copies : nullptr),
       report_(std::move(report)),
       gap_(largest_gap(job.schedule, ranks.rank())) {
-  if (copies_ != nullptr && copies_->are_shared()) transport_ = std::make_unique<Transport>(ranks.world);
+  if (copies_ != nullptr && copies_->are_shared()) {
+    transport_ = std::make_unique<Transport>(ranks.world);
+  } else if (copies_ != nullptr) {
+    left_out_ =
+        "--audit: ranks of several hosts do not see each other's weights, so that only the state is audited, and no "
+        "microbatch runs again";
+  }
   wrote();
 }
 

@@ -58,7 +58,7 @@ class AuditedStage : public GraphStage {
 // Puts an AuditedStage in the place of each.
 void watch_stages(const TrainJob& job, std::map<int, std::shared_ptr<StageFunction>>& stages);
 
-// Does what a fault of these kinds is: flip or rot. Others: nothing.
+// Does what a fault of these kinds is: flip, rot, rot_state or rot_gradient. Others: nothing.
 void flip_bits(const Fault& fault, TrainStep& step);
 
 // The stage and microbatch of a step, by chance, that rank `by` computes again for the rank that has computed them.
@@ -71,10 +71,12 @@ AuditChoice audit_choice(const TrainOptions& options, const Schedule& schedule, 
 class Auditor {
  public:
   using Report = std::function<void(const event::AuditFailed&)>;
-  // `copies`: null if the loss of a process ends the run. Only 1. is done then, and where copies are not shared. All must
-  // outlive it.
+  // `copies`: null if the loss of a process ends the run. Only 1. is done then. All must outlive it.
   Auditor(const TrainOptions& options, TrainJob& job, const TrainRanks& ranks, TrainStep& step, StateCopies* copies,
           Report report);
+
+  // Returns what is left out, and why, in a sentence; "" if nothing is.
+  const std::string& left_out() const { return left_out_; }
 
   // Every rank calls these in this order, for every step of a run.
   void begin_step(int64_t step);
@@ -101,6 +103,7 @@ class Auditor {
   StateCopies* const copies_;
   const Report report_;
   std::unique_ptr<Transport> transport_;  // null: only 1. is done
+  std::string left_out_;
   std::vector<std::pair<std::string, uint64_t>> written_;
   int64_t now_ = 0;
   size_t gap_ = 0;              // number of actions before it

@@ -12,7 +12,7 @@
 namespace plumb {
 namespace {
 
-constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop, raise, flip or rot";
+constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop, raise, flip, rot, rot_state or rot_gradient";
 
 // Returns the actions of a rank, the halves of overlapped ones apart.
 std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
@@ -30,19 +30,19 @@ std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
 
 void Fault::happen() const {
   if (kind == Kind::Raise) throw Error(ErrorKind::ExecutionFailed, "injected: " + text);
-  if (kind == Kind::Flip || kind == Kind::Rot) return;
+  if (kind >= Kind::Flip) return;
   ::raise(kind == Kind::Kill ? SIGKILL : SIGSTOP);
 }
 
 Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule& schedule) {
-  static const std::regex pattern(R"((kill|stop|raise|flip|rot) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
+  static const std::regex pattern(R"((kill|stop|raise|flip|rot|rot_state|rot_gradient) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
   std::smatch match;
   if (text.size() > 100 || !std::regex_match(text, match, pattern)) {
     throw UsageError("--inject " + text.substr(0, 100) + ": is no fault", kExample);
   }
   Fault fault;
   fault.text = text;
-  constexpr const char* kinds[] = {"kill", "stop", "raise", "flip", "rot"};
+  constexpr const char* kinds[] = {"kill", "stop", "raise", "flip", "rot", "rot_state", "rot_gradient"};
   fault.kind = static_cast<Fault::Kind>(std::ranges::find(kinds, match[1].str()) - std::begin(kinds));
   fault.rank = std::stoi(match[2]);
   fault.step = std::stoll(match[4]);
@@ -59,9 +59,6 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
                      "one of " + some + (actions.size() > 12 ? " ..." : ""));
   }
   fault.stage = std::atoi(match[3].str().c_str());
-  if (fault.kind == Fault::Kind::Flip && !o.audit) {
-    throw UsageError("--inject " + text + ": stages are watched for this with --audit only", "--audit --max-restarts 1");
-  }
   fault.action = static_cast<size_t>(found - actions.begin());
   return fault;
 }

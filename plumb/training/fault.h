@@ -12,7 +12,7 @@
 namespace plumb {
 
 struct Fault {
-  enum class Kind { Kill, Stop, Raise, Flip, Rot };
+  enum class Kind { Kill, Stop, Raise, Flip, Rot, RotState, RotGradient };
   Kind kind = Kind::Kill;
   int rank = 0;  // among all processes
   int64_t step = 0;
@@ -24,8 +24,8 @@ struct Fault {
   void happen() const;
 };
 
-// Parses "kill", "stop", "raise", "flip" or "rot", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch
-// 3) and a step from 1. Throws UsageError.
+// Parses "kill", "stop", "raise", "flip", "rot", "rot_state" or "rot_gradient", a rank, an action of its row of the
+// schedule ("1F3": stage 1, forward, microbatch 3) and a step from 1. Throws UsageError.
 Fault parse_fault(const std::string& text, const TrainOptions& options, const Schedule& schedule);
 
 // Lets a rank's faults happen while its steps run.

@@ -208,7 +208,8 @@ std::vector<TrainField> checkpoint_fields() {
        "rank"},
       {"inject", &O::inject,
        "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP), raise, flip (a bit of what this "
-       "action computes with) or rot (a bit of a parameter, before this action)"},
+       "action computes with), rot, rot_state or rot_gradient (a bit of a parameter, of the optimizer's state or of a "
+       "gradient, before this action)"},
   };
 }
 

@@ -201,6 +201,16 @@ const ScheduleChoice* PlannedModel::find(const std::string& name) const {
   return nullptr;
 }
 
+const ScheduleChoice& PlannedModel::least_memory() const {
+  const ScheduleChoice* least = nullptr;
+  for (const ScheduleChoice& c : choices) {
+    if (c.problem.empty() && (least == nullptr || c.peak() < least->peak())) least = &c;
+  }
+  if (least != nullptr) return *least;
+  throw Error(ErrorKind::Partition, "no schedule can be had: " + (choices.empty() ? "" : choices.front().problem), "",
+              "fewer ranks, or fewer stages a rank");
+}
+
 PipelinePlan PlannedModel::plan_of(const GraphModule& module, const ScheduleChoice& choice, int replicas) const {
   const auto pipe = pipe_of(choice);
   PipelinePlan plan{cut_values(module, *pipe), choice.schedule, joint_recompute, replicas, choice.simulation.makespan,

@@ -19,7 +19,8 @@ TrainStep::TrainStep(const TrainOptions& o, TrainJob& job, const TrainRanks& ran
     for (const int stage : job.schedule.placement.stages_of(rank)) job.pipe->move_stage(stage, ranks.device);
   }
   stages_ = make_stages(o, job, rank);
-  if (o.audit) watch_stages(job, stages_);
+  if (o.audit || std::ranges::any_of(job.faults, [](const Fault& f) { return f.kind == Fault::Kind::Flip; }))
+    watch_stages(job, stages_);
   std::set<const c10::TensorImpl*> seen;
   for (const auto& [index, stage] : stages_) {
     for (const NamedTensor& p : stage->parameters()) {

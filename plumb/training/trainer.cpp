@@ -117,12 +117,9 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   if (!o_.verdict.empty()) verdict_ = std::make_unique<VerdictRun>(o_, job_, ranks_.device);
   if (!o_.record.empty() && ranks_.in_first_pipeline()) make_recorder();  // replicas have the same weights
   if (o_.audit) {
-    if (session_ && !session_->copies.are_shared())
-      reports_->emit(event::LogProblem{
-          "--audit: ranks of several hosts do not see each other's weights, so that only the state is audited, and no "
-          "microbatch runs again"});
     auditor_ = std::make_unique<Auditor>(o_, job_, ranks_, *step_, session_ ? &session_->copies : nullptr,
                                          [this](const event::AuditFailed& found) { reports_->emit(found); });
+    if (!auditor_->left_out().empty()) reports_->emit(event::LogProblem{auditor_->left_out()});
   }
   if (!o_.hashes.empty()) hashes_ = std::make_unique<StepHashes>(o_, ranks_.world.rank(), *step_, goes_on_after());
 }

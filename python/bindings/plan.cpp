@@ -22,15 +22,8 @@ struct PythonPlanned {
     }
     if (!name.empty())
       throw Error(ErrorKind::UnknownName, "no schedule named '" + name + "' was compared", "", "another name");
-    const ScheduleChoice* least = nullptr;
-    for (const ScheduleChoice& c : planned.choices) {
-      if (c.problem.empty() && (least == nullptr || c.peak() < least->peak())) least = &c;
-    }
-    if (least == nullptr)
-      throw Error(ErrorKind::Partition, "no schedule can be had: " + planned.choices.front().problem, "",
-                  "fewer ranks, or fewer stages_per_rank");
     throw Error(ErrorKind::InvalidArgument,
-                "no schedule keeps the memory limit: the least that a rank needs is " + bytes_text(least->peak()), "",
+                "no schedule keeps the memory limit: the least that a rank needs is " + bytes_text(planned.least_memory().peak()), "",
                 "a higher limit, more ranks, or smaller microbatches");
   }
 };

@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr int kScaleStep = 4, kMostScale = 40;  // exponents of the loss scales that are tried
-constexpr size_t kMostKept = 4;                 // product-directions in a wider format
+constexpr size_t kMostKept = 2;                 // product-directions in a wider format
 constexpr double kSmallShare = 0.05;            // of the score: a direction with less has no culprits
 
 // The recipe in one direction alone.
