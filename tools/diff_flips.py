@@ -22,13 +22,13 @@ import tempfile
 
 import numpy
 import torch
+from plumb._C import make_schedule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plumb
-from plumb._C import make_schedule
 
 PLUMB = str(pathlib.Path(__file__).parent.parent / "build" / "bin" / "plumb")
 RULES = '[[rule]]\nevery = 1\nstatistics = ["hash"]\n'

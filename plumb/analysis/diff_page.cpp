@@ -42,7 +42,8 @@ HtmlReport diff_page(const DiffReport& report, const std::string& more) {
   page.prose(report.statement());
   if (!more.empty()) page.prose(more);
   if (!report.first) return page;
-  page.section("The graph").prose("Red: the first that differs. Orange: what follows from it. Violet: what differs too.");
+  page.section("The graph")
+      .prose("Red: the first that differs. Orange: what follows from it. Violet: what differs too.");
   page.add(lines_of(report));
   page.section("Tensors that differ").add(report.table(1000));
   return page;

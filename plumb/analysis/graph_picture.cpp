@@ -229,10 +229,10 @@ std::string body_of(const Drawing& d) {
              svg::text(8, 16, e.title, {"module-name", "start", 12, true, "#2563eb"}) + "</g>\n";
       continue;
     }
-    out += svg::rect("fill=\"" + e.line->ground + "\" stroke=\"#94a3b8\" rx=\"4\"", 4, 3, d.width - 2 * x - 8, kRow - 6) +
-           "<path stroke-width=\"3\" stroke=\"" + e.line->edge + "\" d=\"M6 7v12\"/>" +
-           svg::text(14, 17, e.title) +
-           svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.line->detail, {"muted", "start", 11}) + "</g>\n";
+    out +=
+        svg::rect("fill=\"" + e.line->ground + "\" stroke=\"#94a3b8\" rx=\"4\"", 4, 3, d.width - 2 * x - 8, kRow - 6) +
+        "<path stroke-width=\"3\" stroke=\"" + e.line->edge + "\" d=\"M6 7v12\"/>" + svg::text(14, 17, e.title) +
+        svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.line->detail, {"muted", "start", 11}) + "</g>\n";
   }
   return out;
 }
@@ -245,8 +245,11 @@ std::vector<PictureLine> picture_lines(const Graph& graph) {
   std::set<const Node*> shown;  // parameters
   for (const Node* node : graph.nodes()) {
     if (node->kind() == NodeKind::GetAttr) continue;
-    PictureLine line{.title = title_of(*node), .hint = node->describe(), .module = node->meta().module_path(),
-                     .where = node->meta().where(), .edge = edge_of(node->kind())};
+    PictureLine line{.title = title_of(*node),
+                     .hint = node->describe(),
+                     .module = node->meta().module_path(),
+                     .where = node->meta().where(),
+                     .edge = edge_of(node->kind())};
     if (node->num_results() > 0) line.detail = meta_text(node->result(0)->meta());
     if (node->num_results() > 1) line.detail += " x" + std::to_string(node->num_results());
     if (!line.where.empty()) line.hint += "\n" + line.where;

@@ -10,9 +10,7 @@ class Diffs : public Checkpoints {
     for (const auto& entry : fs::directory_iterator(folder()))
       if (entry.path().filename().string().starts_with("h_")) fs::remove(entry.path());
   }
-  static std::string four() {
-    return base() + "--microbatches 4 --gradient-groups 2 ";
-  }
+  static std::string four() { return base() + "--microbatches 4 --gradient-groups 2 "; }
   static Json diff(const std::string& arguments) {
     const Ended run = plumb("diff --json " + arguments);
     EXPECT_EQ(run.code, 0) << run.err;
@@ -35,7 +33,8 @@ TEST_F(Diffs, EveryLayoutHasTheSameHashes) {
 }
 
 TEST_F(Diffs, TrainingsThatPartAreNamedAndTheirStepIsDoneAgainWhole) {
-  const std::string one = base() + "--microbatches 2 --checkpoint-every 2 --keep-last 0 ", other = one + "--weight-decay 0.2 ";
+  const std::string one = base() + "--microbatches 2 --checkpoint-every 2 --keep-last 0 ",
+                    other = one + "--weight-decay 0.2 ";
   fs::remove_all(folder() / "run2");
   ASSERT_EQ(plumb(one + "--hashes h_a --checkpoints run").code, 0);
   ASSERT_EQ(plumb(other + "--hashes h_b --checkpoints run2").code, 0);

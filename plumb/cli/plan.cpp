@@ -191,8 +191,8 @@ void print_ranks(const PlanArguments& o, const PlannedModel& planned, const Sche
               << " operations a second of each rank; peak memory has weights, gradients, AdamW's state and what waits "
                  "for its backward\n";
   } else {
-    std::cout << "costs are processor time, the least of " << StageCostOptions().repeats << " runs with "
-              << o.ranks << " cores at work; the middle ones are " << percent(planned.spread) << " above\n";
+    std::cout << "costs are processor time, the least of " << StageCostOptions().repeats << " runs with " << o.ranks
+              << " cores at work; the middle ones are " << percent(planned.spread) << " above\n";
   }
 }
 
@@ -204,7 +204,8 @@ std::string fitting(const PlanArguments& o, const std::vector<ScheduleChoice>& c
 
 // For given costs: why this one, against 1F1B.
 std::string why(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice& taken) {
-  std::string text = taken.name + ": " + (o.take.empty() ? "the quickest of " + fitting(o, planned.choices) : "as asked for");
+  std::string text =
+      taken.name + ": " + (o.take.empty() ? "the quickest of " + fitting(o, planned.choices) : "as asked for");
   const ScheduleChoice* other = planned.find("1F1B");
   if (other == nullptr || other == &taken) return text;
   return text + "; a step takes " + short_number(taken.simulation.makespan) + ", one of 1F1B " +
@@ -244,7 +245,7 @@ void print_text(const PlanArguments& o, const PlannedModel& planned, const Sched
   const int wide = terminal_width() ? std::clamp(*terminal_width() - frame, 10, 100) : 100;
   std::cout << "\n"
             << (o.measured() ? conclusion(planned, taken) + "; one of " + fitting(o, planned.choices)
-                               : why(o, planned, taken))
+                             : why(o, planned, taken))
             << "\n"
             << render_text(taken.schedule, taken.simulation.spans, wide) << render_letters(taken.schedule);
   if (o.measured()) print_ranks(o, planned, taken);
@@ -272,7 +273,9 @@ void plan(PlanArguments o) {
         "--schedules",
         [&] { return plan_model(module, inputs, request, [&](const std::string& what) { progress.next(what); }); },
         "plumb plan --help");
-    costs = [&module, options = request.costs](int stages) { return estimate_stages(*cut(module, stages, {}, "plan"), options); };
+    costs = [&module, options = request.costs](int stages) {
+      return estimate_stages(*cut(module, stages, {}, "plan"), options);
+    };
   } else {
     costs = given_costs(o);
     CompareOptions options{.memory_limit = memory_of(o.memory), .stages_per_rank = o.stages_per_rank, .names = o.names};
@@ -326,9 +329,10 @@ void add_plan(CLI::App& app) {
   sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried: 2,4 (default: 1,2,3)")
       ->delimiter(',')
       ->check(whole_number(1));
-  sub->add_option("--schedules", o->names,
-                  "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, Searched (an order for one stage a rank) and, for "
-                  "a file, Joint: cut, placement, order and recomputation searched together)")
+  sub->add_option(
+         "--schedules", o->names,
+         "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, Searched (an order for one stage a rank) and, for "
+         "a file, Joint: cut, placement, order and recomputation searched together)")
       ->delimiter(',');
   sub->add_option("--take", o->take, "Take this one, not the quickest");
   sub->add_option("--loss", o->loss,

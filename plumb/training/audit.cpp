@@ -203,7 +203,8 @@ void Auditor::wrote() {
   check_replicas();
 }
 
-// Every rank of one stage's replicas has the same state: one that has not is wrong, both are where there is no majority.
+// Every rank of one stage's replicas has the same state: one that has not is wrong, both are where there is no
+// majority.
 void Auditor::check_replicas() {
   const ProcessGroup& group = ranks_.groups.replicas;
   if (group.size() == 1) return;
@@ -271,8 +272,11 @@ void Auditor::exchange() {
     const AuditedStage::Seen seen = static_cast<AuditedStage&>(*step_.stages().at(audited_->stage)).take();
     Json hashes = Json::array();
     for (const auto& [name, hash] : seen.hashes) hashes.push_back({name, hash});
-    const Json said = {{"inputs", seen.inputs.size()}, {"requires", seen.requires_grad}, {"first", seen.rows.first},
-                       {"rows", seen.rows.count},      {"hashes", hashes}};
+    const Json said = {{"inputs", seen.inputs.size()},
+                       {"requires", seen.requires_grad},
+                       {"first", seen.rows.first},
+                       {"rows", seen.rows.count},
+                       {"hashes", hashes}};
     message.push_back({text_tensor(said.dump())});
     for (const Tensors* all : {&seen.inputs, &seen.output_grads})
       for (const at::Tensor& tensor : *all) message.push_back({tensor.defined() ? tensor.cpu() : tensor});
@@ -292,7 +296,8 @@ void Auditor::exchange() {
       if (inputs >= came.size() || said.at("requires").size() != inputs) refuse_audit();
       seen.requires_grad = said.at("requires").get<std::vector<bool>>();
       seen.rows = {said.at("first").get<int64_t>(), said.at("rows").get<int64_t>()};
-      for (const Json& hash : said.at("hashes")) seen.hashes.emplace_back(hash.at(0).get<std::string>(), hash.at(1).get<uint64_t>());
+      for (const Json& hash : said.at("hashes"))
+        seen.hashes.emplace_back(hash.at(0).get<std::string>(), hash.at(1).get<uint64_t>());
       for (size_t i = 1; i < came.size(); ++i)
         (i <= inputs ? seen.inputs : seen.output_grads).push_back(came[i].tensor);
       if (inputs > 0) received_ = std::move(seen);

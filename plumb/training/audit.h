@@ -106,10 +106,10 @@ class Auditor {
   std::string left_out_;
   std::vector<std::pair<std::string, uint64_t>> written_;
   int64_t now_ = 0;
-  size_t gap_ = 0;              // number of actions before it
+  size_t gap_ = 0;                                // number of actions before it
   std::optional<AuditChoice> watched_, audited_;  // of this step, and of the one before, which is audited in this one
   std::optional<AuditedStage::Seen> received_;
-  double accused_ = -1;  // a rank, found here
+  double accused_ = -1;                                  // a rank, found here
   std::map<int, std::shared_ptr<AuditedStage>> others_;  // by stage
 };
 

@@ -12,7 +12,8 @@
 namespace plumb {
 namespace {
 
-constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop, raise, flip, rot, rot_state or rot_gradient";
+constexpr const char* kExample =
+    "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop, raise, flip, rot, rot_state or rot_gradient";
 
 // Returns the actions of a rank, the halves of overlapped ones apart.
 std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
@@ -35,7 +36,8 @@ void Fault::happen() const {
 }
 
 Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule& schedule) {
-  static const std::regex pattern(R"((kill|stop|raise|flip|rot|rot_state|rot_gradient) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
+  static const std::regex pattern(
+      R"((kill|stop|raise|flip|rot|rot_state|rot_gradient) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
   std::smatch match;
   if (text.size() > 100 || !std::regex_match(text, match, pattern)) {
     throw UsageError("--inject " + text.substr(0, 100) + ": is no fault", kExample);

@@ -185,11 +185,12 @@ std::vector<TrainField> checkpoint_fields() {
       {"resume", &O::resume,
        "Go on from the newest checkpoint; with --no-resume begin a new run at the first step, which later starts go on "
        "with"},
-      field("max-restarts", &O::max_restarts,
-            "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep "
-            "theirs; the state comes from memory that they hold, too, or from the last checkpoint. Under torchrun, which "
-            "has its own number of them: go on from memory on the hosts that are left",
-            whole_number(0, 1000000)),
+      field(
+          "max-restarts", &O::max_restarts,
+          "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep "
+          "theirs; the state comes from memory that they hold, too, or from the last checkpoint. Under torchrun, which "
+          "has its own number of them: go on from memory on the hosts that are left",
+          whole_number(0, 1000000)),
       field("spares", &O::spares,
             "With --max-restarts: so many processes more, that have read the model and wait to take a lost one's place",
             whole_number(0, 1000)),
@@ -207,7 +208,8 @@ std::vector<TrainField> checkpoint_fields() {
        "state's hash after an update is that before the next, and each step a stage's microbatch runs again on another "
        "rank"},
       {"inject", &O::inject,
-       "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP), raise, flip (a bit of what this "
+       "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP), raise, flip (a bit of what "
+       "this "
        "action computes with), rot, rot_state or rot_gradient (a bit of a parameter, of the optimizer's state or of a "
        "gradient, before this action)"},
   };
@@ -258,7 +260,8 @@ std::vector<TrainField> output_fields() {
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {problem}, {injected}, {audit, rank, tensor, why}, {restart, of, rank, why}, {copied_step, "
+       "{checkpoint_problem}, {problem}, {injected}, {audit, rank, tensor, why}, {restart, of, rank, why}, "
+       "{copied_step, "
        "rank, to, bytes, seconds, in_bubbles}, {interrupted, steps, signal}, {dry_run, "
        "bubble, "
        "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, "
@@ -359,7 +362,7 @@ namespace {
 void take_plan(TrainOptions& options) {
   const TrainOptions defaults;
   const PipelinePlan plan = read_plan(options.plan);
-  const auto take = [&](const char* name, int64_t TrainOptions::* field, int64_t value) {
+  const auto take = [&](const char* name, int64_t TrainOptions::*field, int64_t value) {
     if (options.*field != defaults.*field && options.*field != value)
       throw UsageError(c10::str("--", name, " ", options.*field, ": --plan ", options.plan, " is for ", value),
                        c10::str("leave --", name, " out"));

@@ -30,13 +30,15 @@ class Planner {
     compare.stages_per_rank = request_.stages_per_rank;
     bool joint = request_.names.empty();
     for (const std::string& name : request_.names) {
-      if (name == kJoint) joint = true;
-      else compare.names.push_back(name);
+      if (name == kJoint)
+        joint = true;
+      else
+        compare.names.push_back(name);
     }
     if (compare.names.empty()) compare.names = usual_schedules();
     say("measuring the stages");
-    planned_.choices = compare_schedules(request_.ranks, request_.microbatches,
-                                         [this](int stages) { return costs_of_named(stages); }, compare);
+    planned_.choices = compare_schedules(
+        request_.ranks, request_.microbatches, [this](int stages) { return costs_of_named(stages); }, compare);
     if (joint) {
       try {
         add_joint(compare.names);
@@ -84,7 +86,8 @@ class Planner {
     result.resident = cheap.resident;
     result.working = cheap.working;
     if (!request_.estimate)
-      result.ways.push_back(way_of(costs_of(pieces, std::vector<Recompute>(pieces.num_stages(), Recompute::None)), "none"));
+      result.ways.push_back(
+          way_of(costs_of(pieces, std::vector<Recompute>(pieces.num_stages(), Recompute::None)), "none"));
     if (whole_ranks_) scale(result, cheap.costs, whole_ranks_->costs);
     result.latency = request_.costs.seconds_per_message;
     result.held_for_weight = whole_ranks_ ? whole_ranks_->costs.held_for_weight : cheap.costs.held_for_weight;
@@ -93,7 +96,8 @@ class Planner {
         int last = s;
         for (const PortUse& use : port.consumers) last = std::max(last, use.stage);
         if (last > s)
-          result.values.push_back({s, last, static_cast<double>(bytes_of(port.meta)) / request_.costs.bytes_per_second});
+          result.values.push_back(
+              {s, last, static_cast<double>(bytes_of(port.meta)) / request_.costs.bytes_per_second});
       }
     }
     return result;
@@ -127,16 +131,16 @@ class Planner {
     SplitOptions split;
     split.cut_before = cut_places(module_, estimate_cost(module_), static_cast<size_t>(most) - 1,
                                   static_cast<size_t>(std::clamp(12 * request_.ranks, 48, 256)));
-    if (split.cut_before.empty())
-      throw Error(ErrorKind::Partition, "the graph has no place for a cut");
+    if (split.cut_before.empty()) throw Error(ErrorKind::Partition, "the graph has no place for a cut");
     const auto pieces = pipeline(module_, split);
     say("measuring " + std::to_string(pieces->num_stages()) + " pieces");
     const PieceCosts costs = costs_of_pieces(*pieces);
     say("searching");
-    JointOptions options{.stages_per_rank = request_.stages_per_rank, .names = names, .tables = request_.tables,
-                         .seed = request_.seed};
+    JointOptions options{
+        .stages_per_rank = request_.stages_per_rank, .names = names, .tables = request_.tables, .seed = request_.seed};
     const ScheduleChoice* named = planned_.best_named();
-    options.memory_limit = std::isfinite(request_.memory_limit) || named == nullptr ? request_.memory_limit : named->peak();
+    options.memory_limit =
+        std::isfinite(request_.memory_limit) || named == nullptr ? request_.memory_limit : named->peak();
     const JointResult found = [&] {
       try {
         return joint_search(request_.ranks, request_.microbatches, costs, options);
@@ -160,8 +164,8 @@ class Planner {
     }
     say("measuring the plan's stages");
     const StageCosts own = costs_of(*planned_.joint_pipe, recompute);
-    ScheduleChoice choice{.name = kJoint, .stages_per_rank = (stages + request_.ranks - 1) / request_.ranks,
-                          .schedule = found.schedule};
+    ScheduleChoice choice{
+        .name = kJoint, .stages_per_rank = (stages + request_.ranks - 1) / request_.ranks, .schedule = found.schedule};
     fill_choice(choice, own, request_.memory_limit);
     const Costs full = own.costs.for_stages(stages, request_.ranks);
     for (size_t s = 0; s < full.forward.size(); ++s)
@@ -213,8 +217,8 @@ const ScheduleChoice& PlannedModel::least_memory() const {
 
 PipelinePlan PlannedModel::plan_of(const GraphModule& module, const ScheduleChoice& choice, int replicas) const {
   const auto pipe = pipe_of(choice);
-  PipelinePlan plan{cut_values(module, *pipe), choice.schedule, joint_recompute, replicas, choice.simulation.makespan,
-            choice.memory};
+  PipelinePlan plan{cut_values(module, *pipe),  choice.schedule, joint_recompute, replicas,
+                    choice.simulation.makespan, choice.memory};
   if (choice.name != kJoint) plan.recompute.assign(static_cast<size_t>(pipe->num_stages()), "cheap");
   return plan;
 }

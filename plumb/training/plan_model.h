@@ -29,7 +29,7 @@ struct PlanRequest {
 
 // Every schedule tried, with the stages that it was timed with.
 struct PlannedModel {
-  std::vector<ScheduleChoice> choices;  // as compare_schedules() orders them; "Joint" among them
+  std::vector<ScheduleChoice> choices;         // as compare_schedules() orders them; "Joint" among them
   std::map<int, std::shared_ptr<Pipe>> pipes;  // of the named ones, by number of stages
   std::shared_ptr<Pipe> joint_pipe;            // null without "Joint"
   std::vector<std::string> joint_recompute;    // by stage

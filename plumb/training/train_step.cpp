@@ -46,8 +46,7 @@ void TrainStep::connect() {
   pipeline_ = std::make_unique<Pipeline>(job_.pipe->table(), job_.schedule, stages_, ranks_.groups.pipeline, of_run);
 }
 
-TrainStep::Numbers TrainStep::compute(int64_t step, const Parts& parts,
-                                      const std::function<void()>& before_sharing) {
+TrainStep::Numbers TrainStep::compute(int64_t step, const Parts& parts, const std::function<void()>& before_sharing) {
   if (parts.total() == 0) {
     throw Error(ErrorKind::InvalidArgument, c10::str("step ", step, ": no target of the batch counts"), "",
                 "a larger --batch, or data with fewer masked or ignored targets");

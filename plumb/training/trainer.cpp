@@ -125,13 +125,12 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
 }
 
 void Trainer::Run::watch_progress() {
-  faults_ =
-      std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(),
-                                     session_ && session_->members ? &*session_->members : nullptr,
-                                     [this](const Fault& fault) {
-                                       reports_->emit(event::FaultInjected{fault.text});
-                                       flip_bits(fault, *step_);
-                                     });
+  faults_ = std::make_unique<FaultTrigger>(job_.faults, ranks_.world.rank(),
+                                           session_ && session_->members ? &*session_->members : nullptr,
+                                           [this](const Fault& fault) {
+                                             reports_->emit(event::FaultInjected{fault.text});
+                                             flip_bits(fault, *step_);
+                                           });
   job_.pipeline.progress = {};
   const bool reported = ranks_.is_first() && hooks_.progress;
   if (faults_->empty() && !reported && !o_.audit) return;
@@ -238,7 +237,8 @@ void Trainer::Run::keep_copy(int64_t step) {
                          {"run", checkpoints_ ? checkpoints_->run() : 0}},
                         neighbor_ && neighbor_->has_neighbor() && !neighbor_->complete());
   if (!neighbor_ || step == o_.steps || (step % o_.copies_to_neighbor != 0 && step != start_)) return;
-  if (const auto told = neighbor_->send(step, session_->copies.last()); told && ranks_.is_first()) reports_->emit(*told);
+  if (const auto told = neighbor_->send(step, session_->copies.last()); told && ranks_.is_first())
+    reports_->emit(*told);
 }
 
 void Trainer::Run::run_steps() {

@@ -23,8 +23,9 @@ struct PythonPlanned {
     if (!name.empty())
       throw Error(ErrorKind::UnknownName, "no schedule named '" + name + "' was compared", "", "another name");
     throw Error(ErrorKind::InvalidArgument,
-                "no schedule keeps the memory limit: the least that a rank needs is " + bytes_text(planned.least_memory().peak()), "",
-                "a higher limit, more ranks, or smaller microbatches");
+                "no schedule keeps the memory limit: the least that a rank needs is " +
+                    bytes_text(planned.least_memory().peak()),
+                "", "a higher limit, more ranks, or smaller microbatches");
   }
 };
 
@@ -42,7 +43,8 @@ std::unique_ptr<PythonPlanned> plan(std::shared_ptr<GraphModule> module, std::op
                                     double microseconds) {
   if (memory > 0) request.memory_limit = memory;
   if (!(gigabytes > 0) || !(microseconds >= 0))
-    throw Error(ErrorKind::InvalidArgument, "the link has no rate above zero", "", "link=(12.5, 20): GB/s, microseconds");
+    throw Error(ErrorKind::InvalidArgument, "the link has no rate above zero", "",
+                "link=(12.5, 20): GB/s, microseconds");
   request.costs.bytes_per_second = gigabytes * 1e9;
   request.costs.seconds_per_message = microseconds * 1e-6;
   request.costs.loss = loss_of(loss, *module);
@@ -54,7 +56,8 @@ std::unique_ptr<PythonPlanned> plan(std::shared_ptr<GraphModule> module, std::op
 }
 
 py::dict row_of(const ScheduleChoice& c) {
-  py::dict row("schedule"_a = c.name, "stages_per_rank"_a = c.stages_per_rank, "fits"_a = c.fits, "problem"_a = c.problem);
+  py::dict row("schedule"_a = c.name, "stages_per_rank"_a = c.stages_per_rank, "fits"_a = c.fits,
+               "problem"_a = c.problem);
   if (!c.problem.empty()) return row;
   row["step"] = c.simulation.makespan;
   row["bubble"] = c.simulation.bubble_rate();
@@ -71,7 +74,8 @@ Register plan_part([](py::module_& m) {
       .def_readonly("seconds", &PipelinePlan::seconds)
       .def_readonly("memory", &PipelinePlan::memory)
       .def("json", [](const PipelinePlan& plan) { return to_json(plan); })
-      .def("save", [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); });
+      .def("save",
+           [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); });
   m.def("read_plan", &read_plan, py::arg("path"));
   m.def("parse_plan", &parse_plan, py::arg("text"), py::arg("where") = "");
   py::class_<PythonPlanned>(m, "PlannedModel", "Every schedule that was compared for a model.")
@@ -84,20 +88,20 @@ Register plan_part([](py::module_& m) {
       .def_property_readonly("spread", [](const PythonPlanned& p) { return p.planned.spread; })
       .def("conclusion",
            [](const PythonPlanned& p, const std::string& name) { return conclusion(p.planned, p.choice(name)); })
-      .def("plan",
-           [](const PythonPlanned& p, const std::string& name) {
-             return p.planned.plan_of(*p.module, p.choice(name), p.replicas);
-           })
-      .def("page", [](const PythonPlanned& p, const std::string& name, const std::string& model, const std::string& path) {
-        plan_page(p.planned, p.choice(name), model).write(path);
-      });
+      .def("plan", [](const PythonPlanned& p,
+                      const std::string& name) { return p.planned.plan_of(*p.module, p.choice(name), p.replicas); })
+      .def("page", [](const PythonPlanned& p, const std::string& name, const std::string& model,
+                      const std::string& path) { plan_page(p.planned, p.choice(name), model).write(path); });
   m.def(
       "plan_model",
       [](std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs, int ranks,
          int microbatches, int replicas, double memory, const py::object& loss, std::pair<double, double> link,
          std::vector<int> stages_per_rank, std::vector<std::string> names, bool estimate, int tables) {
-        PlanRequest request{.ranks = ranks, .microbatches = microbatches, .replicas = replicas,
-                            .stages_per_rank = std::move(stages_per_rank), .names = std::move(names),
+        PlanRequest request{.ranks = ranks,
+                            .microbatches = microbatches,
+                            .replicas = replicas,
+                            .stages_per_rank = std::move(stages_per_rank),
+                            .names = std::move(names),
                             .estimate = estimate};
         if (tables > 0) request.tables = tables;
         return plan(std::move(module), std::move(inputs), std::move(request), memory, loss, link.first, link.second);

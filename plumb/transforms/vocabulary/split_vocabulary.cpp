@@ -24,8 +24,8 @@ struct Head {
   Node* product = nullptr;
   std::vector<Node*> between;  // views from the product to the loss
   Value* input = nullptr;
-  Node* weight = nullptr;  // get_attr, (words, width)
-  Node* bias = nullptr;    // get_attr, or null
+  Node* weight = nullptr;        // get_attr, (words, width)
+  Node* bias = nullptr;          // get_attr, or null
   std::vector<Node*> of_weight;  // a transposition between the weight and the product
   int64_t words = 0, width = 0;
 };
@@ -48,8 +48,10 @@ std::string find_head(Node* loss, Head& head) {
   }
   head.product = node;
   const bool linear = node->is_op("aten::linear"), addmm = node->is_op("aten::addmm"), mm = node->is_op("aten::mm");
-  if (!linear && !addmm && !mm) return "its logits come from " + std::string(node->op_name()) + ", not from a linear layer";
-  if (addmm && (number_of(node->arg("beta")) != 1.0 || number_of(node->arg("alpha")) != 1.0)) return "its product is scaled";
+  if (!linear && !addmm && !mm)
+    return "its logits come from " + std::string(node->op_name()) + ", not from a linear layer";
+  if (addmm && (number_of(node->arg("beta")) != 1.0 || number_of(node->arg("alpha")) != 1.0))
+    return "its product is scaled";
   head.input = node->arg(linear ? 0 : addmm ? 1 : 0).value();
   Arg weight = node->arg(linear ? 1 : addmm ? 2 : 1);
   if (!linear) {
@@ -72,9 +74,11 @@ std::string find_head(Node* loss, Head& head) {
   if (!alone(node)) return "something else reads the logits";
   const auto& logit_meta = logits->meta();
   const auto& target_meta = loss->arg("target").value()->meta();
-  if (!logit_meta || logit_meta->sizes.size() != 2 || !logit_meta->symbols.empty()) return "the sizes of its logits are not known";
+  if (!logit_meta || logit_meta->sizes.size() != 2 || !logit_meta->symbols.empty())
+    return "the sizes of its logits are not known";
   if (!target_meta || target_meta->is_floating_point()) return "its targets are probabilities";
-  if (logit_meta->dtype != at::kFloat && logit_meta->dtype != at::kDouble) return "its logits are not float32 or float64";
+  if (logit_meta->dtype != at::kFloat && logit_meta->dtype != at::kDouble)
+    return "its logits are not float32 or float64";
   return "";
 }
 
@@ -152,7 +156,8 @@ class Divider {
     const int64_t begin = head.words * part / parts_, end = head.words * (part + 1) / parts_, words = end - begin;
     Value* weight = part_of(head.weight, part, begin, end);
     Value* bias = head.bias ? part_of(head.bias, part, begin, end) : nullptr;
-    std::vector<int64_t> sizes = head.product->result()->meta() ? head.product->result()->meta()->sizes : std::vector{rows_, words};
+    std::vector<int64_t> sizes =
+        head.product->result()->meta() ? head.product->result()->meta()->sizes : std::vector{rows_, words};
     sizes.back() = words;
     const bool flat = sizes.size() == 2;
     Value* logits = call("aten::linear", {head.input, weight, bias ? Arg(bias) : Arg()}, sizes, dtype_, true);
@@ -188,7 +193,8 @@ class Divider {
     Value* low = call("aten::ge.Scalar", {targets, int64_t{0}}, {rows_}, at::kBool, false);
     Value* high = call("aten::lt.Scalar", {targets, head.words}, {rows_}, at::kBool, false);
     Value* word = call("aten::logical_and", {low, high}, {rows_}, at::kBool, false);
-    loss = call("aten::where.ScalarOther", {word, loss, std::numeric_limits<double>::quiet_NaN()}, {rows_}, dtype_, true);
+    loss =
+        call("aten::where.ScalarOther", {word, loss, std::numeric_limits<double>::quiet_NaN()}, {rows_}, dtype_, true);
     Value* counts = call("aten::ne.Scalar", {targets, head.loss->arg("ignore_index")}, {rows_}, at::kBool, false);
     loss = call("aten::where.ScalarOther", {counts, loss, 0.0}, {rows_}, dtype_, true);
     const int64_t reduction = head.loss->arg("reduction").constant().toInt();
@@ -268,7 +274,8 @@ State join_vocabulary(const State& state) {
            std::ranges::all_of(name.substr(at + 5), [](char c) { return c >= '0' && c <= '9'; });
   };
   for (const Attr& attr : state) {
-    if (is_part(attr.name)) parts[attr.name.substr(0, place(attr.name))][std::stoi(attr.name.substr(place(attr.name) + 5))] = attr.tensor;
+    if (is_part(attr.name))
+      parts[attr.name.substr(0, place(attr.name))][std::stoi(attr.name.substr(place(attr.name) + 5))] = attr.tensor;
   }
   State joined;
   for (const Attr& attr : state) {

@@ -80,7 +80,8 @@ TEST(SplitVocabulary, LeavesAloneWhatItCannotDivideAndSaysWhy) {
   };
   EXPECT_THAT(reason(head("output(%loss)", "output(%loss, %logits)")), HasSubstr("something else reads the logits"));
   EXPECT_THAT(reason(head("output(%loss)", "output(%loss, %w)")), HasSubstr("its weight has other users"));
-  EXPECT_THAT(reason(head("%flat, %targets)", "%flat, %targets, None, 1, -100, 0.1)")), HasSubstr("smooths its labels"));
+  EXPECT_THAT(reason(head("%flat, %targets)", "%flat, %targets, None, 1, -100, 0.1)")),
+              HasSubstr("smooths its labels"));
   EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::relu(%h)")), HasSubstr("not from a linear layer"));
   EXPECT_THAT(message_of([] { split_vocabulary(head(), 1); }), HasSubstr("1 parts"));
 }
