@@ -239,7 +239,7 @@ def test_a_training_that_nobody_reads_and_nothing_keeps_ends_as_other_commands_d
 def test_a_training_that_nobody_reads_saves(folder, stages):
     command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "20", "--save", "t.pt2", "--stages", str(stages)]
     code, said = unread(command, folder)
-    assert code == 1 and "standard output cannot be written" in said, said
+    assert code == 0 and "standard output cannot be written" in said, said
     assert "the training goes on, and will save" in said.splitlines()[0], said
     assert plumb.load_pt2(folder / "t.pt2")(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 64)
 
