@@ -158,7 +158,12 @@ void flip_bits(const Fault& fault, TrainStep& step) {
   const at::NoGradGuard no_grad;
   at::Tensor memory = step.parameters().front().second.detach();
   if (fault.kind == Fault::Kind::RotGradient) memory = step.parameters().front().second.grad();
-  if (fault.kind == Fault::Kind::RotState) memory = step.optimizer().state().front().second;
+  if (fault.kind == Fault::Kind::RotState) {
+    // Numbers, of steps say, are copies.
+    const auto state = step.optimizer().state();
+    const auto first = std::ranges::find_if(state, [](const NamedTensor& t) { return t.second.dim() > 0; });
+    memory = first == state.end() ? at::Tensor() : first->second;
+  }
   if (memory.defined() && memory.is_contiguous() && memory.numel() > 0)
     memory.reshape({-1}).view(at::kByte)[0].bitwise_xor_(1 << 4);
 }
