@@ -161,7 +161,7 @@ void flip_bits(const Fault& fault, TrainStep& step) {
   if (fault.kind == Fault::Kind::RotState) {
     // Numbers, of steps say, are copies.
     const auto state = step.optimizer().state();
-    const auto first = std::ranges::find_if(state, [](const NamedTensor& t) { return t.second.dim() > 0; });
+    const auto first = std::ranges::find_if(state, [](const auto& named) { return named.second.dim() > 0; });
     memory = first == state.end() ? at::Tensor() : first->second;
   }
   if (memory.defined() && memory.is_contiguous() && memory.numel() > 0)
