@@ -66,6 +66,12 @@ def over(hosts, folder, words, ranks=2):
     return Training(hosts, [*words, *more], folder, "1:3", ranks, PATIENCE)
 
 
+def under_way(training):
+    """Waits for the first steps; returns the time of the last event."""
+    assert training.wait_for(lambda: training.count_steps() > 5)
+    return training.events()[-1][0]
+
+
 def ends_like(training, folder, expected):
     training.end()
     assert losses([event for _, event in training.events()]) == expected
@@ -81,8 +87,7 @@ def test_a_lost_host_loses_nothing_and_one_that_comes_is_taken_in(folder):
     expected = whole(folder, words)
     with Hosts(3) as hosts:
         training = over(hosts, folder, words)
-        assert training.wait_for(lambda: training.count_steps() > 5)
-        since = training.events()[-1][0]
+        since = under_way(training)
         hosts.lose(0)
         training.agents.pop(0)
         _, event = training.wait_for(lambda: training.resumed(since))
@@ -99,8 +104,7 @@ def test_a_host_that_is_cut_off_ends_by_itself_and_the_others_go_on(folder):
     expected = whole(folder, words)
     with Hosts(2) as hosts:
         training = over(hosts, folder, words)
-        assert training.wait_for(lambda: training.count_steps() > 5)
-        since = training.events()[-1][0]
+        since = under_way(training)
         hosts.cut_off(1)
         alone = training.agents.pop(1)
         when, event = training.wait_for(lambda: training.resumed(since))

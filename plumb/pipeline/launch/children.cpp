@@ -71,11 +71,6 @@ std::vector<char*> pointers(std::vector<std::string>& list) {
 
 }  // namespace
 
-void Descriptor::close() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
-
 Children::~Children() {
   for (auto& child : children_) {
     if (child.ended) continue;

@@ -1,6 +1,8 @@
 // A file descriptor that is closed with its owner.
 #pragma once
 
+#include <unistd.h>
+
 #include <utility>
 
 namespace plumb {
@@ -15,7 +17,10 @@ class Descriptor {
   }
   ~Descriptor() { close(); }
   int get() const { return fd_; }
-  void close();
+  void close() {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+  }
 
  private:
   int fd_;

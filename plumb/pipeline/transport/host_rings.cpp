@@ -89,21 +89,6 @@ struct HostRings::Lane {
   alignas(64) Word asleep = 0;   // 1: wake this rank after writing
 };
 
-class HostRings::Descriptor {
- public:
-  explicit Descriptor(int number) : number_(number) {}
-  ~Descriptor() { ::close(number_); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  bool readable() const {
-    pollfd one{number_, POLLIN, 0};
-    return ::poll(&one, 1, 0) > 0;
-  }
-
- private:
-  const int number_;
-};
-
 std::int64_t HostRings::memory_bytes(int size) {
   return 64 + size * (static_cast<std::int64_t>(sizeof(Lane)) + kBytes);
 }
@@ -152,9 +137,8 @@ bool HostRings::open(int peer, const std::string& address) {
   try {
     Peer found;
     // First: if the memory that is then found has the secret, both are of one process.
-    const int process = static_cast<int>(::syscall(SYS_pidfd_open, where.process, 0));
-    if (process < 0) return false;
-    found.process = std::make_shared<Descriptor>(process);
+    found.process = Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, where.process, 0)));
+    if (found.process.get() < 0) return false;
     found.memory = SharedMemory(where).bytes();
     if (found.memory.numel() < memory_bytes(size_) ||
         static_cast<const Head*>(found.memory.const_data_ptr())->secret != secret)
@@ -178,7 +162,8 @@ bool HostRings::has_written(int peer) const {
 
 const char* HostRings::how_lost(int peer) const {
   const auto* head = static_cast<const Head*>(peers_[peer].memory.const_data_ptr());
-  if (peers_[peer].process->readable()) return "its process has ended";
+  pollfd process{peers_[peer].process.get(), POLLIN, 0};
+  if (::poll(&process, 1, 0) > 0) return "its process has ended";
   return shared(head->closed).load() != 0 ? "it has closed its connection" : "";
 }
 

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "plumb/pipeline/launch/descriptor.h"
 #include "plumb/pipeline/transport/shared_memory.h"
 
 namespace plumb {
@@ -43,7 +44,7 @@ class HostRings {
   std::string address() const;
   // Opens the memory of a peer. Returns false if it is on another host or cannot be read.
   bool open(int peer, const std::string& address);
-  void close(int peer) { peers_.at(peer) = {}; }
+  void close(int peer) { peers_.at(peer) = Peer(); }
   bool has(int peer) const { return peers_.at(peer).memory.defined(); }
   // Lets this rank look for messages before it sleeps, if `processes` do not need more cores than it may use.
   void look_first(int processes);
@@ -64,10 +65,9 @@ class HostRings {
   static constexpr std::int64_t kHeader = 8;  // a message's length, and what it is rounded up to
   struct Head;
   struct Lane;
-  class Descriptor;
   struct Peer {
     at::Tensor memory;                     // of the peer, to read
-    std::shared_ptr<Descriptor> process;   // readable once it has ended
+    Descriptor process;                    // readable once it has ended
     std::chrono::microseconds look_for{};  // before the next sleep
   };
 

@@ -15,6 +15,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
+#include "plumb/pipeline/launch/descriptor.h"
 
 namespace plumb {
 namespace {
@@ -33,7 +34,7 @@ std::string text_of(const SharedMemory::Address& address) {
 }  // namespace
 
 struct SharedMemory::Held {
-  int descriptor = -1;
+  Descriptor descriptor;
   char* at = nullptr;  // the maker's
   std::int64_t size = 0;
 
@@ -41,28 +42,27 @@ struct SharedMemory::Held {
   Held(const Held&) = delete;
   ~Held() {
     if (at != nullptr) ::munmap(at, static_cast<size_t>(size));
-    if (descriptor >= 0) ::close(descriptor);
   }
 };
 
 SharedMemory::SharedMemory() : held_(std::make_shared<Held>()) {
-  held_->descriptor = ::memfd_create("plumb", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (held_->descriptor < 0 || ::fcntl(held_->descriptor, F_ADD_SEALS, kSeals) != 0)
+  held_->descriptor = Descriptor(::memfd_create("plumb", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (held_->descriptor.get() < 0 || ::fcntl(held_->descriptor.get(), F_ADD_SEALS, kSeals) != 0)
     fail(ErrorKind::ExecutionFailed, "memory that processes share cannot be had", errno, "");
 }
 
 SharedMemory::SharedMemory(const Address& address) : held_(std::make_shared<Held>()) {
   const std::string path = text_of(address);
-  held_->descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-  if (held_->descriptor < 0)
+  held_->descriptor = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  if (held_->descriptor.get() < 0)
     fail(ErrorKind::Communication, "another rank's memory cannot be had, " + path, errno, kRemedy);
   // Only such memory has seals.
-  const int seals = ::fcntl(held_->descriptor, F_GET_SEALS);
+  const int seals = ::fcntl(held_->descriptor.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals)
     throw Error(ErrorKind::Communication, path + ", which another rank names, is no memory of plumb's", "", kRemedy);
 }
 
-SharedMemory::Address SharedMemory::address() const { return {::getpid(), held_->descriptor}; }
+SharedMemory::Address SharedMemory::address() const { return {::getpid(), held_->descriptor.get()}; }
 
 char* SharedMemory::grow(std::int64_t bytes) {
   Held& held = *held_;
@@ -71,9 +71,9 @@ char* SharedMemory::grow(std::int64_t bytes) {
   rlimit limit{};  // beyond it there would be a signal
   const bool within = ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || static_cast<rlim_t>(bytes) <= limit.rlim_cur;
   // Taken now, not when they are written to: then there would be a signal, too.
-  if (const int reason = within ? ::posix_fallocate(held.descriptor, 0, bytes) : EFBIG; reason != 0)
+  if (const int reason = within ? ::posix_fallocate(held.descriptor.get(), 0, bytes) : EFBIG; reason != 0)
     fail(ErrorKind::CannotWrite, what, reason, "end other programs, or raise the limits of memory and file sizes");
-  void* at = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, held.descriptor, 0);
+  void* at = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, held.descriptor.get(), 0);
   if (at == MAP_FAILED) fail(ErrorKind::CannotWrite, what, errno, "");
   if (held.at != nullptr) ::munmap(held.at, static_cast<size_t>(held.size));
   held.at = static_cast<char*>(at);
@@ -83,11 +83,11 @@ char* SharedMemory::grow(std::int64_t bytes) {
 
 at::Tensor SharedMemory::bytes() const {
   struct stat found {};
-  if (::fstat(held_->descriptor, &found) != 0)
+  if (::fstat(held_->descriptor.get(), &found) != 0)
     fail(ErrorKind::Communication, "another rank's memory cannot be read", errno, kRemedy);
   const auto size = static_cast<size_t>(found.st_size);
   if (size == 0) return at::empty({0}, at::kByte);
-  void* at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, held_->descriptor, 0);
+  void* at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, held_->descriptor.get(), 0);
   if (at == MAP_FAILED) fail(ErrorKind::ExecutionFailed, "another rank's memory cannot be read", errno, kRemedy);
   return at::from_blob(
       at, {static_cast<std::int64_t>(size)}, [size](void* mapped) { ::munmap(mapped, size); }, at::kByte);
