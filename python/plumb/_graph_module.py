@@ -16,13 +16,20 @@ from ._state import member, own_parameters, put_state, sync_state
 from ._trees import check_plain_inputs, children, structure_error, unflatten
 
 
-@torch._dynamo.assume_constant_result
+def constant_result(function: Any) -> Any:
+    """As ``torch.compiler.assume_constant_result``, without loading Dynamo, which takes a second. If a test of
+    test_transform_compile fails, torch changed, look here: it has renamed the mark."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_result
 def _make_fx(module: GraphModule) -> tuple[str, ...]:
     """Makes the module's torch.fx graph, which Dynamo cannot follow; returns the names of the tensors that it takes."""
     return tuple(module.to_fx().attributes)
 
 
-@torch._dynamo.assume_constant_result
+@constant_result
 def _asked(module: GraphModule) -> tuple[tuple[int, bool], ...]:
     """Returns, for each input whose requires_grad the forward has read, its number and the value."""
     nodes = module.graph.nodes

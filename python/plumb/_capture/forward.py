@@ -145,8 +145,7 @@ class _Forward:
             stack.enter_context(torch_patches.higher_order_operators())
             if replace:
                 stack.enter_context(replaced(replace))
-            with contextlib.suppress(Exception):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch_patches.forced_eager())
             stack.enter_context(torch_patches.unoptimised_scripts(self.module))
             stack.enter_context(watched_tensors(self.one_graph))
             self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))

@@ -31,6 +31,28 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
             delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
+@contextlib.contextmanager
+def forced_eager() -> Iterator[None]:
+    """Context manager in which compiled functions run as they were written, those that are compiled within it, too.
+    ``torch.compile`` is loaded by its first use, not here: that takes a second."""
+    with contextlib.ExitStack() as stack:
+        original = torch.compile
+
+        def force() -> None:
+            with contextlib.suppress(Exception):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def compile(*args: Any, **settings: Any) -> Any:  # noqa: A001
+            force()
+            return original(*args, **settings)
+
+        if "torch._dynamo" in sys.modules:
+            force()
+        else:
+            stack.enter_context(patched(torch, compile=compile))
+        yield
+
+
 def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
     """Returns whether autocast is on, and to which dtype, on the CPU, and on the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator()

@@ -199,7 +199,7 @@ class StageModule(GraphModule):
             if shape is not None
         )
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable would load it
     def _run_uncompiled(self, args: Any) -> Any:
         return self._run(args)
 

@@ -3,6 +3,7 @@ catch), and what a rank has to know of the whole pipeline."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,12 @@ def wire_texts(wire: Wire | None) -> tuple[str, str]:
     if isinstance(wire, (str, FPFormat)) or len(wire) != 2:
         raise InvalidValue(f"wire is {wire!r}", remedy='formats of values and of gradients: wire=("e4m3fn", "e5m2")')
     return format_text(wire[0]), format_text(wire[1])
+
+
+def is_of(value: Any, module: str, name: str) -> bool:
+    """Returns whether a value is of a class whose module takes long to import: there is none before somebody has."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
 @dataclass

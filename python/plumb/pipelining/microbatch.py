@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ._utils import InvalidSchedule, InvalidValue
+from ._utils import InvalidSchedule, InvalidValue, is_of
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
@@ -61,18 +60,12 @@ class _LossReducer(_CustomReducer):
 sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
 
 
-def _is_of(value, module: str, name: str) -> bool:
-    """Returns whether a value is of a class whose module takes long to import: there is none before somebody has."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
-
-
 def _is_block_mask(value) -> bool:
-    return _is_of(value, "torch.nn.attention.flex_attention", "BlockMask")
+    return is_of(value, "torch.nn.attention.flex_attention", "BlockMask")
 
 
 def _is_distributed(value) -> bool:
-    return _is_of(value, "torch.distributed.tensor", "DTensor")
+    return is_of(value, "torch.distributed.tensor", "DTensor")
 
 
 def _is_replicated(spec) -> bool:

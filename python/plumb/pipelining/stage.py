@@ -16,21 +16,20 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from ._chunks import ChunkSteps
 from ._stage_module import Sizes, StageModule, at_sizes
-from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, wire_texts  # noqa: F401
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # torch without c10d
-    FSDPModule = ()
+from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, is_of, wire_texts  # noqa: F401
 
 __all__ = ["PipelineStage", "build_stage"]
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return is_of(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def reduction_of(module: Any) -> Replicated | Sharded | None:
     """Returns how the gradients of a stage's module become means over its replicas; None: it has none."""
     if isinstance(module, DistributedDataParallel):
         return Replicated(module)
-    if isinstance(module, torch.nn.Module) and any(isinstance(m, FSDPModule) for m in module.modules()):
+    if isinstance(module, torch.nn.Module) and any(_is_sharded(m) for m in module.modules()):
         return Sharded(module)
     return None
 
@@ -93,18 +92,18 @@ class Sharded:
         self._module = module
         self._options: list[tuple[Any, bool]] | None = None
 
-    def _roots(self) -> list[FSDPModule]:
+    def _roots(self) -> list[Any]:
         """Returns the outermost sharded modules: their settings reach all within."""
-        roots: list[FSDPModule] = []
+        roots: list[Any] = []
         within: set[torch.nn.Module] = set()
         for module in self._module.modules():
-            if isinstance(module, FSDPModule) and module not in within:
+            if _is_sharded(module) and module not in within:
                 roots.append(module)
                 within.update(module.modules())
         return roots
 
-    def _groups(self, root: FSDPModule) -> list[Any]:
-        states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
+    def _groups(self, root: Any) -> list[Any]:
+        states = [m._get_fsdp_state() for m in root.modules() if _is_sharded(m)]
         if states and not hasattr(states[0], "_fsdp_param_groups"):  # torch before 2.13
             return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
         return [group for state in states for group in state._fsdp_param_groups]

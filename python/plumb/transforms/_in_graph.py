@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
+from .._graph_module import constant_result
 from .._state import CONSTANT, member, state_of
 from .._trees import children
 
@@ -122,7 +123,6 @@ def _close_recurrent_modules() -> None:
         torch._dynamo.config.allow_rnn = _allowed_rnn.pop()
 
 
-@torch._dynamo.allow_in_graph
 def run(handle: str, names: tuple, state: list, modes: list, args: tuple, kwargs: dict) -> tuple:
     _close_recurrent_modules()
     captured = _graph_for(handle, args, kwargs)
@@ -132,8 +132,9 @@ def run(handle: str, names: tuple, state: list, modes: list, args: tuple, kwargs
     return tuple(o for o, is_tensor in zip(out, captured.is_tensor) if is_tensor)
 
 
-@torch._dynamo.assume_constant_result
+@constant_result
 def _names(handle: str) -> tuple:
+    torch.compiler.allow_in_graph(run)  # here, where Dynamo is loaded
     _open_recurrent_modules()
     return tuple(name for name, kind, _, _ in state_of(_forwards[handle].module) if kind != CONSTANT)
 
@@ -172,7 +173,7 @@ def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: 
     return (how, name, tuple(keys), parts)
 
 
-@torch._dynamo.assume_constant_result
+@constant_result
 def _structure(handle: str) -> tuple:
     captured = _last[handle]
     return _template(captured.out_spec, iter(captured.plain), iter(captured.is_tensor), itertools.count())
