@@ -214,8 +214,11 @@ class Training:
             time.sleep(0.02)
         raise Lost(f"nothing came of it in {seconds} s" + self.errors())
 
-    def end(self, seconds=240):
-        """Waits until all agents have ended. Nothing is left on their hosts: the keepers see their agents end."""
+    def end(self, seconds=400):
+        """Waits until all agents have ended. Nothing is left on their hosts: the keepers see their agents end.
+
+        An agent whose ranks have ended while the others began again with a host that came waits for them, for 300 s.
+        """
         codes = {host: agent.wait(seconds) for host, agent in self.agents.items()}
         for host, code in codes.items():
             # torchrun's agent that would join when the others have just ended finds the rendezvous closed.

@@ -67,8 +67,11 @@ def over(hosts, folder, words, ranks=2):
 
 
 def under_way(training):
-    """Waits for the first steps; returns the time of the last event."""
-    assert training.wait_for(lambda: training.count_steps() > 5)
+    """Waits for the first steps of all hosts; returns the time of the last event. A host that comes late is not in the
+    first rendezvous: then the others begin, and begin again with it."""
+    assert training.wait_for(lambda: all(agent.ranks() for agent in training.agents.values()))
+    since = time.monotonic()
+    assert training.wait_for(lambda: training.count_steps(since) > 5)
     return training.events()[-1][0]
 
 
@@ -82,8 +85,8 @@ def ends_like(training, folder, expected):
 
 @over_hosts
 def test_a_lost_host_loses_nothing_and_one_that_comes_is_taken_in(folder):
-    """Two of three hosts train, with a replica each; the third has spares."""
-    words = command(150, "--data-parallel", "2")
+    """Two of three hosts train, with a replica each; the third has spares. The steps take longer than a host to come."""
+    words = command(600, "--data-parallel", "2")
     expected = whole(folder, words)
     with Hosts(3) as hosts:
         training = over(hosts, folder, words)
@@ -94,7 +97,7 @@ def test_a_lost_host_loses_nothing_and_one_that_comes_is_taken_in(folder):
         assert event["folder"] == "copies in memory" and event["resumed"] >= 5
         training.begin(0)
         since = training.events()[-1][0]
-        training.wait_for(lambda: training.resumed(since))
+        assert training.wait_for(lambda: training.resumed(since)), "the training has ended before the host came"
         assert ends_like(training, folder, expected)
 
 
