@@ -2,12 +2,13 @@
 over batch sizes, and writes the tables and curves of docs/training.md.
 
     python examples/training_comparison.py [--models gpt convnet] [--runs fp32 fp8 ...] [--out docs/data/training] [--verdict]
+    python examples/training_comparison.py --remedies
 
 Formats are simulated in the inputs of every matrix product and convolution, forward and backward (``simulate_format``);
 sums, norms, losses and the optimizer's weights stay in float32, as on hardware with such units. Results are kept in
 OUT/results.json run by run: what is there already is not run again, so an interrupted comparison goes on. With
 ``--verdict``, plumb.verdict judges every run from four of its steps in full precision (OUT/verdicts.json), and the tables
-have its class behind each loss.
+have its class behind each loss. ``--remedies`` trains runs that fail once more with the recipe that the verdict recommends.
 """
 
 import argparse
@@ -47,7 +48,20 @@ RATES = {
     ("convnet", False): [0.003, 0.01, 0.03],
     ("convnet", True): [0.3, 1.0, 2.0, 3.0, 5.0],
 }
-STEPS = {"gpt": 160, "convnet": 250}
+REMEDIES = [  # model, rate, batch, recipe
+    ("gpt", 0.003, 64, "fp8"),
+    ("gpt", 0.003, 64, "mxfp4"),
+    ("gpt", 0.003, 16, "mxfp4"),
+    ("gpt", 0.003, 16, "e3m2"),
+    ("convnet", 0.003, 16, "mxfp4"),
+    ("convnet", 0.01, 64, "mxfp4"),
+    ("convnet", 0.01, 64, "mxfp4-SR/mxfp4-SR"),
+    ("convnet", 0.003, 256, "mxfp4"),
+    ("convnet", 0.01, 64, "e4m3fn-RN/e4m3fn-RN"),
+    ("mlp", 0.003, 64, "mxfp4"),
+    ("gru", 0.01, 16, "mxfp4"),
+]
+STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160}
 BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
 COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
 LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
@@ -72,6 +86,37 @@ class Convnet(nn.Module):
         for conv in (self.conv1, self.conv2, self.conv3):
             x = F.gelu(conv(x))
         return F.cross_entropy(self.head(x.flatten(1)), y)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(256, 128), nn.Linear(128, 10)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)) for _ in range(3))
+
+    def forward(self, x, y):
+        x = self.first(x.flatten(1))
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gates, self.head = nn.Embedding(256, WIDTH), nn.Linear(2 * WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 256)
+        self.new = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, y):
+        h, outputs = torch.zeros(x.shape[0], WIDTH), []
+        for e in self.embed(x[:, :24]).unbind(1):
+            reset, update = self.gates(torch.cat([e, h], 1)).sigmoid().chunk(2, 1)
+            h = update * h + (1 - update) * self.new(torch.cat([e, reset * h], 1)).tanh()
+            outputs.append(h)
+        return F.cross_entropy(self.head(torch.stack(outputs, 1)).flatten(0, 1), y[:, :24].flatten())
+
+
+MODELS = {"gpt": Gpt, "convnet": Convnet, "mlp": Mlp, "gru": Gru}
 
 
 class Text:
@@ -111,7 +156,7 @@ class Shapes:
 def build(model: str, run: str):
     scaled, fwd, bwd = RUNS[run]
     torch.manual_seed(0)
-    net = Gpt() if model == "gpt" else Convnet()
+    net = MODELS[model]()
     if scaled:
         net = unit_scale(net)
     return net if fwd is None else simulate_format(net, fwd, bwd)
@@ -133,27 +178,52 @@ class WarmingUp:
         self.schedule.step()
 
 
-def judge(model: str, scaled: bool, rate: float, batch: int, data) -> dict[str, list]:
-    """Returns [backward error, forward error, class] of each run with this rate and batch, by four steps of the
-    full-precision one, two of them behind the warm-up."""
-    runs = {run: f"{fwd}/{bwd}" for run, (of_scaled, fwd, bwd) in RUNS.items() if fwd and of_scaled == scaled}
+def verdict_on(model: str, scaled: bool, rate: float, batch: int, data, recipes: list[str], explain: bool):
+    """By four steps of the full-precision run, two of them behind the warm-up."""
     generator, warm = torch.Generator().manual_seed(1), STEPS[model] // 10
     torch.manual_seed(2)
-    found = plumb.verdict(
+    return plumb.verdict(
         build(model, "unit-scaled FP32" if scaled else "FP32"),
         iter(lambda: data.draw(batch, generator), None),
-        recipes=list(runs.values()),
+        recipes=recipes,
         warmup=warm,
         optimizer=lambda p: WarmingUp(make_optimizer(p, scaled, rate), warm),
-        explain=False,
+        explain=explain,
     )
+
+
+def judge(model: str, scaled: bool, rate: float, batch: int, data) -> dict[str, list]:
+    """Returns [backward error, forward error, class] of each run with this rate and batch."""
+    runs = {run: f"{fwd}/{bwd}" for run, (of_scaled, fwd, bwd) in RUNS.items() if fwd and of_scaled == scaled}
+    found = verdict_on(model, scaled, rate, batch, data, list(runs.values()), explain=False)
     return {
         run: [found.recipes[name][what] for what in ("backward", "forward", "verdict")] for run, name in runs.items()
     }
 
 
-def train(model: str, run: str, rate: float, batch: int, data) -> list[float]:
-    net = build(model, run)
+def remedies(data) -> str:
+    """A row for each run of REMEDIES: its loss in full precision, in the recipe, and in the one that is recommended."""
+    rows = ["| model, rate, batch | recipe | FP32 | as it is | with the remedy | of the gap closed | remedy | gradients |"]
+    rows.append("|---|---|---|---|---|---|---|---|")
+    for model, rate, batch, recipe in REMEDIES:
+        of = data[model]
+        found = verdict_on(model, False, rate, batch, of, [recipe], explain=True)
+        full, failing, better = (
+            tail(train(model, "FP32", rate, batch, of, lambda net: simulate_format(net, recipe=r) if r else net))
+            for r in (None, recipe, found.recipe)
+        )
+        kept = [line for line in found.recipe.splitlines() if not line.startswith("#") and line]
+        closed = (failing - better) / (failing - full)
+        rows.append(
+            f"| {model}, {rate:g}, {batch} | `{recipe}` | {full:.3f} | {failing:.3f} | {better:.3f} | {closed:.0%} | "
+            f"{'; '.join(kept)} | {found.gradients} |"
+        )
+        print(rows[-1], flush=True)
+    return "\n".join(rows)
+
+
+def train(model: str, run: str, rate: float, batch: int, data, change=lambda net: net) -> list[float]:
+    net = change(build(model, run))
     steps, generator = STEPS[model], torch.Generator().manual_seed(1)
     torch.manual_seed(2)
     optimizer = make_optimizer(net.parameters(), RUNS[run][0], rate)
@@ -265,7 +335,12 @@ def main() -> None:
         "--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "data" / "training"
     )
     parser.add_argument("--verdict", action="store_true")
+    parser.add_argument("--remedies", action="store_true")
     args = parser.parse_args()
+    if args.remedies:
+        text, shapes = Text(), Shapes()
+        print(remedies({"gpt": text, "gru": text, "convnet": shapes, "mlp": shapes}))
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     store = args.out / "results.json"
     results = json.loads(store.read_text()) if store.exists() else {}

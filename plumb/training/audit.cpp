@@ -155,17 +155,17 @@ AuditedStage::Seen AuditedStage::take() {
 void flip_bits(const Fault& fault, TrainStep& step) {
   if (fault.kind == Fault::Kind::Flip) static_cast<AuditedStage&>(*step.stages().at(fault.stage)).compute_wrong();
   if (fault.kind <= Fault::Kind::Flip || step.parameters().empty()) return;
-  const at::NoGradGuard no_grad;
-  at::Tensor memory = step.parameters().front().second.detach();
-  if (fault.kind == Fault::Kind::RotGradient) memory = step.parameters().front().second.grad();
+  at::Tensor memory = step.parameters().front().second;
+  if (fault.kind == Fault::Kind::RotGradient) memory = memory.grad();
   if (fault.kind == Fault::Kind::RotState) {
     // Numbers, of steps say, are copies.
     const auto state = step.optimizer().state();
     const auto first = std::ranges::find_if(state, [](const auto& named) { return named.second.dim() > 0; });
     memory = first == state.end() ? at::Tensor() : first->second;
   }
-  if (memory.defined() && memory.is_contiguous() && memory.numel() > 0)
-    memory.reshape({-1}).view(at::kByte)[0].bitwise_xor_(1 << 4);
+  if (!memory.defined() || !memory.is_contiguous() || memory.numel() == 0) return;
+  memory = memory.variable_data();  // autograd does not notice it
+  memory.reshape({-1}).view(at::kByte)[0].bitwise_xor_(1 << 4);
 }
 
 void watch_stages(const TrainJob& job, std::map<int, std::shared_ptr<StageFunction>>& stages) {

@@ -24,6 +24,7 @@
 #include "plumb/recording/history_format.h"
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/schedule/schedule.h"
 #include "tests/fuzz/driver.h"
 
@@ -203,6 +204,11 @@ void read_csv(const std::string& text, const std::string&) {
   require(to_csv(parse_csv(printed)) == printed, "the table does not round-trip");
 }
 
+void read_plan_text(const std::string& text, const std::string&) {
+  const PipelinePlan plan = parse_plan(text);
+  require(parse_plan(to_json(plan)) == plan, "the plan does not round-trip");
+}
+
 // Every element; of a tensor that shows a few bytes many times (strides of 0) the first and the last.
 void use(const at::Tensor& tensor) {
   if (tensor.numel() <= 1 << 20) {
@@ -347,6 +353,17 @@ std::vector<std::string> tables() {
   return texts;
 }
 
+std::vector<std::string> plans() {
+  std::vector<std::string> texts;
+  for (const char* name : {"1F1B", "ZBVZeroBubble", "Interleaved1F1B"}) {
+    PipelinePlan plan{.schedule = make_schedule(name, 2, 4), .replicas = 2, .seconds = 0.5, .memory = {1e6, 2e6}};
+    for (int stage = 1; stage < plan.num_stages(); ++stage) plan.cut.push_back("add_" + std::to_string(stage));
+    plan.recompute.assign(static_cast<size_t>(plan.num_stages()), "cheap");
+    texts.push_back(to_json(plan));
+  }
+  return texts;
+}
+
 std::vector<Reader> all_readers() {
   const auto pipe = small_pipe();
   const std::string events =
@@ -359,6 +376,7 @@ std::vector<Reader> all_readers() {
       {"sizes", {}, read_sizes, broken_text},
       {"history", {history_bytes()}, read_history_bytes, broken_history},
       {"schedule", tables(), read_csv, broken_text},
+      {"plan", plans(), read_plan_text, broken_json},
       {"rules", {}, [](const std::string& text, const std::string&) { RecordRules::parse(text); }, broken_text},
       {"timeline", {events}, [](const std::string& text, const std::string&) { parse_timeline(text); }, broken_text},
       {"npy",

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
 #include <map>
+#include <optional>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
@@ -13,8 +15,6 @@
 
 namespace plumb {
 namespace {
-
-constexpr const char* kPart = "_part";
 
 c10::IValue ints(std::vector<int64_t> list) { return {std::move(list)}; }
 
@@ -136,9 +136,9 @@ class Divider {
   }
 
   // Returns the rows of a parameter as a parameter of their own.
-  Value* part_of(const Node* attr, int part, int64_t begin, int64_t end) {
+  Value* part_of(const Node* attr, int64_t begin, int64_t end) {
     const Attr whole = module_.state().get(attr->target());
-    const std::string name = whole.name + kPart + std::to_string(part);
+    const std::string name = str(whole.name, "[", begin, ":", end, "]");
     at::Tensor rows;
     {
       const at::NoGradGuard no_grad;
@@ -154,8 +154,8 @@ class Divider {
   std::pair<Value*, Value*> make_part(Value* targets, int part) {
     const Head& head = *head_;
     const int64_t begin = head.words * part / parts_, end = head.words * (part + 1) / parts_, words = end - begin;
-    Value* weight = part_of(head.weight, part, begin, end);
-    Value* bias = head.bias ? part_of(head.bias, part, begin, end) : nullptr;
+    Value* weight = part_of(head.weight, begin, end);
+    Value* bias = head.bias ? part_of(head.bias, begin, end) : nullptr;
     std::vector<int64_t> sizes =
         head.product->result()->meta() ? head.product->result()->meta()->sizes : std::vector{rows_, words};
     sizes.back() = words;
@@ -209,8 +209,8 @@ class Divider {
   void finish(const Head& head, Value* loss) {
     Graph& graph = module_.graph();
     report_.add(ReportKind::Replaced, head.product, std::string(head.product->op_name()), str(parts_, " parts"),
-                str(head.weight->target(), " is now ", head.weight->target(), kPart, "0 to ", kPart, parts_ - 1, ", ",
-                    head.words, " words; sums over words are taken part by part"));
+                str("each part has its rows of the ", head.words, " of ", head.weight->target(),
+                    "; sums over words are taken part by part"));
     const std::string name = head.loss->result()->name();
     graph.replace_all_uses_with(head.loss->result(), loss);
     graph.erase(head.loss);
@@ -255,6 +255,24 @@ const RegisterPass split_vocabulary_pass({
     },
 });
 
+// Rows of a parameter: "head.weight[0:1000]".
+struct Rows {
+  std::string name;
+  int64_t begin = 0, end = 0;
+};
+
+std::optional<Rows> part_named(const std::string& text) {
+  const size_t open = text.rfind('['), colon = text.rfind(':');
+  if (open == std::string::npos || open == 0 || colon == std::string::npos || colon < open || text.back() != ']') return {};
+  Rows rows{text.substr(0, open)};
+  const auto read = [&](size_t from, size_t to, int64_t& number) {
+    const auto [end, error] = std::from_chars(text.data() + from, text.data() + to, number);
+    return error == std::errc() && end == text.data() + to;
+  };
+  const bool good = read(open + 1, colon, rows.begin) && read(colon + 1, text.size() - 1, rows.end);
+  return good ? std::optional(rows) : std::nullopt;
+}
+
 }  // namespace
 
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts) {
@@ -266,29 +284,30 @@ std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphM
 }
 
 State join_vocabulary(const State& state) {
-  std::map<std::string, std::map<int, at::Tensor>> parts;
-  const auto place = [](const std::string& name) { return name.rfind(kPart); };
-  const auto is_part = [&](const std::string& name) {
-    const size_t at = place(name);
-    return at != std::string::npos && at + 5 < name.size() && name.size() < at + 15 &&
-           std::ranges::all_of(name.substr(at + 5), [](char c) { return c >= '0' && c <= '9'; });
-  };
+  std::map<std::string, std::map<int64_t, std::pair<int64_t, at::Tensor>>> parts;  // by name and first row: end, rows
   for (const Attr& attr : state) {
-    if (is_part(attr.name))
-      parts[attr.name.substr(0, place(attr.name))][std::stoi(attr.name.substr(place(attr.name) + 5))] = attr.tensor;
+    if (const auto part = part_named(attr.name)) parts[part->name][part->begin] = {part->end, attr.tensor.detach()};
   }
   State joined;
   for (const Attr& attr : state) {
-    if (!is_part(attr.name)) {
+    const auto rows_of = part_named(attr.name);
+    if (!rows_of) {
       joined.add(attr);
       continue;
     }
-    const std::string name = attr.name.substr(0, place(attr.name));
+    const std::string& name = rows_of->name;
     if (joined.contains(name)) continue;
-    std::vector<at::Tensor> rows;
-    for (const auto& [part, tensor] : parts[name]) rows.push_back(tensor.detach());
+    std::vector<at::Tensor> all;
+    int64_t end = 0;
+    for (const auto& [begin, part] : parts[name]) {
+      if (begin != end)
+        throw Error(ErrorKind::InvalidArgument, str(name, ": its rows ", end, " to ", begin, " are missing"), "",
+                    "the state of all ranks");
+      all.push_back(part.second);
+      end = part.first;
+    }
     const at::NoGradGuard no_grad;
-    joined.add({name, attr.kind, at::cat(rows).set_requires_grad(attr.tensor.requires_grad()), attr.persistent});
+    joined.add({name, attr.kind, at::cat(all).set_requires_grad(attr.tensor.requires_grad()), attr.persistent});
   }
   return joined;
 }

@@ -9,8 +9,8 @@
 // It is no change of order alone: sums over words are taken part by part, so losses and gradients are equal to the
 // undivided model's up to rounding. Those of the divided model are the same bits in one process and in any pipeline.
 //
-// The head's weight and bias become parameters of their own, "head.weight" the rows "head.weight_part0",
-// "head.weight_part1", ...: each rank holds its rows alone. join_vocabulary() puts them together again.
+// Each rank holds its rows of the head's weight and bias alone. They keep their name, with the rows behind it:
+// "head.weight[0:1000]", "head.weight[1000:2000]". join_vocabulary() puts them together again.
 #pragma once
 
 #include <memory>
@@ -26,7 +26,8 @@ namespace plumb {
 // parts.
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts);
 
-// Returns a state in which the parts of each parameter are one tensor again, under its name.
+// Returns a state in which the rows of each parameter are one tensor again, under its name. Throws Error(InvalidArgument)
+// where rows are missing between others.
 State join_vocabulary(const State& state);
 
 }  // namespace plumb

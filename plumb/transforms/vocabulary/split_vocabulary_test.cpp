@@ -62,9 +62,23 @@ TEST(SplitVocabulary, KeepsLossAndGradientsUpToRounding) {
 
 TEST(SplitVocabulary, PartsOfAParameterAreItsRowsAndComeTogetherAgain) {
   const auto whole = head();
-  const State joined = join_vocabulary(split_vocabulary(whole, 3)->state());
+  const auto divided = split_vocabulary(whole, 3);
+  std::vector<std::string> names;
+  for (const Attr& attr : divided->state()) names.push_back(attr.name);
+  EXPECT_THAT(names, ::testing::UnorderedElementsAre("head.weight[0:3]", "head.weight[3:7]", "head.weight[7:11]",
+                                                     "head.bias[0:3]", "head.bias[3:7]", "head.bias[7:11]"));
+  const State joined = join_vocabulary(divided->state());
   EXPECT_EQ(joined.names(AttrKind::Parameter), whole->state().names(AttrKind::Parameter));
   for (const Attr& attr : joined) EXPECT_TRUE(at::equal(attr.tensor, whole->state().get(attr.name).tensor));
+}
+
+TEST(SplitVocabulary, RowsThatAreMissingAreNamed) {
+  const auto divided = split_vocabulary(head(), 3);
+  State some;
+  for (const Attr& attr : divided->state()) {
+    if (attr.name != "head.weight[3:7]") some.add(attr);
+  }
+  EXPECT_THAT(message_of([&] { join_vocabulary(some); }), HasSubstr("head.weight: its rows 3 to 7 are missing"));
 }
 
 TEST(SplitVocabulary, ATargetThatIsNoWordIsNoNumber) {
