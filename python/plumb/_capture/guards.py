@@ -88,7 +88,7 @@ class _Parameters:
 
 
 class _Classes:
-    """Of which classes the parts of a module are. It keeps none of them."""
+    """The classes of the parts of a module. It keeps no part alive."""
 
     def __init__(self, module: nn.Module):
         self.known = [
