@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <sstream>
+#include <unordered_map>
 
 #include "plumb/checkpoint/checkpoint_json.h"
 #include "plumb/core/error.h"
@@ -129,6 +130,7 @@ at::Tensor Checkpoint::read_optimizer(const std::string& name) const {
 void Checkpoint::load(const NamedTensors& into) const {
   std::string missing;
   size_t count = 0;
+  std::unordered_map<const void*, std::string> names;  // by memory
   for (const auto& [name, tensor] : into) {
     const CheckpointTensor* stored = find(name);
     if (!stored && ++count <= 10) missing += (missing.empty() ? "" : ", ") + name;
@@ -138,6 +140,14 @@ void Checkpoint::load(const NamedTensors& into) const {
                   folder_ + ": '" + name + "' is " + shape_and_dtype(stored->dtype, stored->sizes) +
                       ", the model has " + shape_and_dtype(tensor.scalar_type(), tensor.sizes()),
                   "", "load it into the model that it was saved from");
+    if (!tensor.has_storage() || tensor.storage().data() == nullptr) continue;  // on the meta device
+    const std::string& first = names.try_emplace(tensor.const_data_ptr(), name).first->second;
+    const CheckpointTensor& other = *find(first);
+    if (other.sizes == stored->sizes && other.checksum != stored->checksum)
+      throw Error(
+          ErrorKind::TensorMismatch,
+          folder_ + ": '" + first + "' and '" + name + "' have different values, and are one tensor in the model", "",
+          "load it into the model that it was saved from");
   }
   if (count > 0)
     throw Error(ErrorKind::UnknownName,

@@ -6,6 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/exported/infer_types.h"
 #include "plumb/exported/sym_ops.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb::pt2 {
 namespace {
@@ -230,6 +231,8 @@ void GraphWriter::write_node(const Node& node, Level& level) {
   std::string target = node.target();
   if (python) {
     target = *python;
+  } else if (auto refusal = refused_in_files(target)) {  // nothing is written that load_pt2() would not take
+    refuse(node, refusal->message, refusal->remedy);
   } else {
     target.replace(target.find("::"), 2, ".");
     target = "torch.ops." + target + (node.schema().overload_name().empty() ? ".default" : "");

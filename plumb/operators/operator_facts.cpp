@@ -115,9 +115,10 @@ std::optional<OperatorRefusal> refused_in_files(std::string_view name) {
   }
   if (facts->name.empty() && name.starts_with("aten::") && name.ends_with("_backward")) why = kTrustsSaved;
   return OperatorRefusal{text + " may not stand in a file: " + why,
-                         "if you trust this file with it, allow it before reading: plumb::allow_operators(\"" + text +
-                             "\"), in Python plumb.allow_operators(\"" + text + "\"), plumb --allow-operators " + text +
-                             " COMMAND"};
+                         "if you trust this file with it, allow it in every process that writes or reads it: "
+                         "plumb::allow_operators(\"" +
+                             text + "\"), in Python plumb.allow_operators(\"" + text + "\"), plumb --allow-operators " +
+                             text + " COMMAND"};
 }
 
 void allow_operators(std::string_view name) {

@@ -45,17 +45,28 @@ int64_t number_of_launch() {
   return number > 0 ? number : 1;
 }
 
-// Returns the operators in their order, and names, types and sizes of parameters and buffers: the same for every export
-// of a model and for every batch size, and none of the values, which the checkpoints have.
-std::string fingerprint(const GraphModule& module) {
+// Returns the operators in their order with what they take, and names, types, sizes and ties of parameters and buffers:
+// the same for every export of a model and for every batch size, and none of the values, which the checkpoints have.
+std::string fingerprint(const TrainJob& job) {
   std::string text;
-  for (const Node* node : module.graph().nodes()) {
-    if (node->is_call()) text += node->target() + "\n";
+  std::unordered_map<const Value*, std::string> names;  // of inputs and results: their place
+  for (const Node* node : job.module().graph().nodes()) {
+    for (const Value* result : node->results()) {
+      names[result] = node->kind() == NodeKind::GetAttr ? node->target() : "%" + std::to_string(names.size());
+    }
+    if (!node->is_call()) continue;
+    text += node->target();
+    for (const Value* input : node->inputs()) text += " " + names[input];
+    for (const Arg& arg : node->args()) {  // whole numbers are sizes, which a batch may change
+      const c10::IValue value = arg.is_constant() ? arg.constant() : c10::IValue();
+      if (value.isDouble() || value.isBool() || value.isString()) text += " " + c10::str(value);
+    }
+    text += "\n";
   }
-  for (const Attr& attr : module.state()) {
+  for (const Attr& attr : job.module().state()) {
     if (attr.kind == AttrKind::Constant) continue;
     const auto type = at::TensorOptions(attr.tensor.scalar_type());
-    text += attr.name + " " + describe(attr.tensor.sizes(), type) + "\n";
+    text += attr.name + " " + job.first_name(attr.name) + " " + describe(attr.tensor.sizes(), type) + "\n";
   }
   char hex[17];
   std::snprintf(hex, sizeof hex, "%016llx", static_cast<unsigned long long>(crc64(text.data(), text.size())));
@@ -119,7 +130,7 @@ nlohmann::json RunCheckpoints::same_run() const {
   nlohmann::json run = {{"rows", job_.rows},
                         {"parts", parts_of_step(options_)},
                         {"data_identity", job_.batches->identity()},
-                        {"model", fingerprint(job_.module())},
+                        {"model", fingerprint(job_)},
                         {"options", same}};
   if (options_.rate != "constant") run["steps"] = options_.steps;
   return run;
@@ -158,7 +169,7 @@ void RunCheckpoints::check_same_run(const nlohmann::json& state, const std::stri
   // Checkpoints of older versions do not name theirs.
   if (state.contains("model") && state["model"] != now["model"]) {
     throw UsageError("--resume: " + folder +
-                         " is of another model: its operators, parameters or buffers are not those of " +
+                         " is of another model: its operators, parameters, buffers or ties are not those of " +
                          (options_.file.empty() ? "this one" : options_.file),
                      "the file of that run, another --checkpoints folder, or --no-resume");
   }

@@ -3,6 +3,9 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstring>
+#include <string>
+
 #include "module.h"
 
 namespace plumb::python {
@@ -18,8 +21,26 @@ enum class Kind {
   Cell,       // the cell `holder` of a closure holds this object
 };
 
-// Returns whether a dict, list or set holds the very objects of `snapshot`. A dict's keys and values alternate.
+// Returns whether an array holds these bytes. False also for an array that has no buffer (of dates, say).
+bool holds_bytes(PyObject* array, PyObject* bytes) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(array, &view, PyBUF_FULL_RO) != 0) return false;
+  bool same = view.len == PyBytes_GET_SIZE(bytes);
+  if (same && PyBuffer_IsContiguous(&view, 'C')) {
+    same = std::memcmp(view.buf, PyBytes_AS_STRING(bytes), static_cast<size_t>(view.len)) == 0;
+  } else if (same) {
+    std::string now(static_cast<size_t>(view.len), '\0');
+    same = PyBuffer_ToContiguous(now.data(), &view, view.len, 'C') == 0 &&
+           std::memcmp(now.data(), PyBytes_AS_STRING(bytes), now.size()) == 0;
+  }
+  PyBuffer_Release(&view);
+  return same;
+}
+
+// Returns whether a dict, list or set holds the very objects of `snapshot`, an array its bytes. A dict's keys and
+// values alternate.
 bool holds(PyObject* container, PyObject* snapshot) {
+  if (PyBytes_Check(snapshot)) return holds_bytes(container, snapshot);
   if (PyDict_Check(container)) {
     if (2 * PyDict_GET_SIZE(container) != PyTuple_GET_SIZE(snapshot)) return false;
     Py_ssize_t at = 0, i = 0;

@@ -1,5 +1,6 @@
 """plumb.doctor()."""
 
+from html import escape
 from typing import NamedTuple
 
 from . import _C
@@ -21,6 +22,9 @@ class Doctor(list[Finding]):
 
     def __repr__(self) -> str:
         return self.page
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.page)}</pre>"
 
 
 def doctor() -> Doctor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,9 @@ class Recorder:
         modules = dict(module) if isinstance(module, Mapping) else {-1 if stage is None else stage: module}
         for each in modules.values():
             if not isinstance(each, nn.Module):
-                raise TypeError(f"a Recorder takes a torch.nn.Module, or a dict of them by stage, got {type(each).__name__}")
+                raise TypeError(
+                    f"a Recorder takes a torch.nn.Module, or a dict of them by stage, got {type(each).__name__}"
+                )
         if len({id(m) for m in modules.values()}) != len(modules) or not modules:
             raise Error(
                 "a Recorder takes at least one module, and each once", remedy="{stage: module} for every stage here"
@@ -205,6 +208,17 @@ class History:
         more = [f"scalars {', '.join(self.scalars())}"] if self.scalars() else []
         more += [f"{len(self.events)} events"] if self.events else []
         return f"<{'; '.join([f'History: {len(self)} rows of {len(self.tensors)} tensors, {span}', *more])}>"
+
+    def _repr_html_(self) -> str:
+        rows = [["scalar", "steps", "first", "last"]]
+        rows += [[name, str(len(v)), f"{v[0]:.6g}", f"{v[-1]:.6g}"] for name, (_, v) in self.scalars().items()]
+        table = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        listed = ""
+        for event in self.events:
+            where = ", ".join(f"{tensor['tensor']} ({tensor['direction']})" for tensor in event["first"])
+            told = f"step {event['step']}: {event['condition']} in {event['count']} tensors, first {where}"
+            listed += f"<li>{escape(told)}</li>"
+        return f"<b>{escape(repr(self)[1:-1])}</b><table>{table}</table><ul>{listed}</ul>"
 
     def statistic(self, name: str) -> np.ndarray:
         """A statistic of every row, as in rule files: ``"std"``, ``"underflow(e5m2)"``; NaN where it was not recorded."""

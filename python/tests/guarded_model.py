@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,11 @@ class Config:
         self.scale, self.layers, self.unread = 2.0, 2, 0
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 class Model(nn.Module):
     """Reads something of every kind."""
 
@@ -29,7 +35,7 @@ class Model(nn.Module):
         self.factor, self.flag, self.sizes, self.table = 1.5, True, [1, 2], {"a": 1.0}
         self.config, self.count, self.kept = Config(), 2, torch.ones(8)
         self.namespace = types.SimpleNamespace(shift=0.5)
-        self.optional = None
+        self.optional, self.array, self.arrays = None, np.ones(8, np.float32), [np.ones((2, 8), np.float32).T]
         self.calls = self.epoch = 0
 
     def shifted(self, x):
@@ -46,6 +52,7 @@ class Model(nn.Module):
         if getattr(self, "extra", False):
             x = x - 3
         x = self.dropout(self.norm(x)) * self.factor * self.config.scale * self.class_factor
+        x = x * torch.tensor(self.array) + torch.tensor(self.arrays[0][:, 0])
         return helper(self.shifted(x)) * self.sizes[1] * self.table["a"] * self.kept
 
 
@@ -63,6 +70,8 @@ CHANGES = {
     "a_list_in_place": lambda m: m.sizes.append(3) or m.sizes.__setitem__(1, 5),
     "a_list": lambda m: setattr(m, "sizes", [4, 9]),
     "a_dict_in_place": lambda m: m.table.update(a=4.0),
+    "an_array_in_place": lambda m: m.array.fill(3.0),
+    "an_array_in_a_list_in_place": lambda m: m.arrays[0].__setitem__((2, 0), 3.0),
     "a_setting_of_an_object": lambda m: setattr(m.config, "scale", 5.0),
     "another_object": lambda m: setattr(m, "config", type("Other", (), {"scale": 0.25})()),
     "a_namespace": lambda m: setattr(m.namespace, "shift", 2.0),
@@ -79,6 +88,7 @@ CHANGES = {
     "something_in_place_of_none": lambda m: setattr(m, "optional", 4.0),
     "an_attribute_of_the_class": lambda m: setattr(type(m), "class_factor", 3.0),
     "another_module": lambda m: setattr(m, "linear", nn.Identity()),
+    "another_class_of_a_part": lambda m: setattr(m.linear, "__class__", Doubled),
     "another_parameter": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.full((8, 8), 0.1))),
     "no_bias": lambda m: setattr(m.linear, "bias", None),
     "another_dtype": lambda m: m.double(),

@@ -2,6 +2,7 @@
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -165,3 +166,25 @@ def counts_in_a_dict(m, y, x):
 def test_a_path_chosen_by_a_counter_in_a_dict_is_refused():
     with pytest.raises(plumb.Error, match=r"state\['calls'\]' and takes another path in the next call"):
         plumb.capture(Kept({"calls": 0}, counts_in_a_dict), torch.randn(3, 4))
+
+
+def counts_in_an_array(m, y, x):
+    m.state["calls"][0] += 1
+    return y * float(m.state["calls"][0])
+
+
+def counts_in_an_array_alone(m, y, x):
+    m.state["calls"][0] += 1
+    return y
+
+
+def test_arrays_of_numpy_are_state_as_lists_are():
+    x = torch.randn(3, 4)
+    for array in (np.zeros(1), np.zeros((2, 3)).T[0]):
+        with pytest.raises(plumb.Error, match=r"state\['calls'\]' and takes another path in the next call"):
+            plumb.capture(Kept({"calls": array}, counts_in_an_array), x)
+        model = Kept({"calls": array}, counts_in_an_array_alone)
+        graph = plumb.capture(model, x)
+        assert not array.any() and any("'state['calls']' changed" in note for note in graph.notes)
+        assert torch.equal(graph(x), model(x))
+        array.fill(0)

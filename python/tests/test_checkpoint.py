@@ -147,6 +147,26 @@ def test_errors_name_what_is_missing_unexpected_or_other(tmp_path):
     assert error.value.kind == plumb.ErrorKind.CannotWrite
 
 
+def test_names_of_one_tensor_take_no_two_values(tmp_path):
+    def pair(tied):
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        if tied:
+            net[1].weight = net[0].weight
+        return net
+
+    apart, tied = pair(False), pair(True)
+    before = tied[0].weight.clone()
+    plumb.checkpoint.save(tmp_path / "apart", apart, step=1)
+    plumb.checkpoint.save(tmp_path / "tied", tied, step=1)
+    with pytest.raises(plumb.Error, match="'0.weight' and '1.weight' have different values, and are one tensor") as error:
+        plumb.checkpoint.load(tmp_path / "apart", tied)
+    assert error.value.kind == plumb.ErrorKind.TensorMismatch and torch.equal(tied[0].weight, before)
+    plumb.checkpoint.load(tmp_path / "tied", apart)
+    assert torch.equal(apart[0].weight, before) and torch.equal(apart[1].weight, before)
+    plumb.checkpoint.save(tmp_path / "equal", apart, step=1)
+    assert plumb.checkpoint.load(tmp_path / "equal", tied)[0] == 1
+
+
 def test_unit_scaled_weights_do_not_become_a_plain_nets(tmp_path):
     scaled = plumb.transforms.unit_scale(nn.Sequential(nn.Linear(16, 16), nn.GELU()))
     plumb.checkpoint.save(tmp_path, scaled, step=1)

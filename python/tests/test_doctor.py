@@ -1,5 +1,6 @@
 """plumb.doctor() and the command say what there is on this machine."""
 
+import html
 import json
 import os
 import pathlib
@@ -22,6 +23,7 @@ def test_the_page_names_cpu_torch_kernels_and_groups():
     assert str(torch.get_num_threads()) in found["threads"].found
     for finding in page:
         assert finding.topic in repr(page) and finding.found in repr(page)
+    assert page._repr_html_() == f"<pre>{html.escape(repr(page))}</pre>"
 
 
 def test_more_threads_than_processors_have_a_remedy():
@@ -34,7 +36,9 @@ def test_more_threads_than_processors_have_a_remedy():
 
 def test_a_setting_of_the_environment_is_named():
     env = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    done = subprocess.run([BUILD / "bin/plumb", "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [BUILD / "bin/plumb", "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     found = {finding["topic"]: finding for finding in json.loads(done.stdout)}
     assert "ATEN_CPU_CAPABILITY=default" in found["settings that choose kernels"]["found"]

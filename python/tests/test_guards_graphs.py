@@ -36,7 +36,8 @@ NAMES = {
     "a_pre_hook": "'norm.hooks'", "a_forward_of_a_part": "'linear.forward'", "a_forward_of_the_class": "'Mine.shifted'|'shifted'",
     "an_attribute_that_was_not_there": "'extra'", "something_in_place_of_none": "'optional'",
     "an_attribute_of_the_class": "'class_factor'", "another_module": "'modules'", "another_parameter": "'linear.weight'",
-    "no_bias": "'linear.bias'",
+    "no_bias": "'linear.bias'", "an_array_in_place": "'array'", "an_array_in_a_list_in_place": "'arrays'",
+    "another_class_of_a_part": "'linear.__class__'|'linear.forward'",
 }  # fmt: skip
 
 
@@ -165,7 +166,9 @@ def test_attention_that_drops_weights_refuses_another_mode():
 def test_a_graph_refuses_autocast_that_it_was_not_captured_under(model):
     graph = plumb.capture(model, X)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(plumb.Error, match="captured without autocast and is called under autocast to torch.bfloat16"):
+        with pytest.raises(
+            plumb.Error, match="captured without autocast and is called under autocast to torch.bfloat16"
+        ):
             graph(X)
         mixed, expected = plumb.capture(model, X), model(X)
         assert torch.equal(mixed(X), expected)

@@ -63,17 +63,59 @@ def test_operators_of_others_run_live_and_stand_in_files_once_allowed(tmp_path):
     graph = plumb.capture(Doubles(), x)
     assert torch.equal(graph(x), x * 2 + 1)
     assert torch.equal(pickle.loads(pickle.dumps(graph))(x), x * 2 + 1)  # a pickle runs code anyway
-    path = tmp_path / "doubles.pt2"
-    plumb.save_pt2(graph, path)
-    readers = [lambda: plumb.load_pt2(path), lambda: plumb.parse_graph(str(graph.graph))]
-    for read in readers:
+    path, torchs = tmp_path / "doubles.pt2", tmp_path / "torchs.pt2"
+    torch.export.save(torch.export.export(Doubles(), (x,)), torchs)
+    ways = [
+        lambda: plumb.save_pt2(graph, path),
+        lambda: plumb.load_pt2(torchs),
+        lambda: plumb.parse_graph(str(graph.graph)),
+    ]
+    for way in ways:
         with pytest.raises(plumb.Error, match="facts_py::double may not stand in a file") as error:
-            read()
+            way()
         assert 'plumb.allow_operators("facts_py::double")' in str(error.value)
+    assert not path.exists()
     plumb.allow_operators("facts_py::double")
-    for read in readers:
-        read()
-    assert torch.equal(plumb.load_pt2(path)(x), x * 2 + 1)
+    for way in ways:
+        way()
+    for file in (path, torchs):
+        assert torch.equal(plumb.load_pt2(file)(x), x * 2 + 1)
+
+
+# Each with the operator of its derivative that a file may name, or may not.
+DERIVATIVES = {
+    "gelu_backward": (nn.functional.gelu, True),
+    "_softmax_backward_data": (lambda x: x.softmax(-1), True),
+    "convolution_backward": (lambda x: nn.functional.conv2d(x, torch.ones(4, 4, 3, 3)), True),
+    "max_pool2d_with_indices_backward": (lambda x: nn.functional.max_pool2d(x, 2), False),
+    "native_layer_norm_backward": (lambda x: nn.functional.layer_norm(x, (8,)), False),
+    "upsample_bilinear2d_backward": (lambda x: nn.functional.interpolate(x, scale_factor=2, mode="bilinear"), False),
+    "_index_put_impl_": (lambda x: x[torch.tensor([0, 0])], False),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_what_is_saved_can_be_loaded(name, tmp_path):
+    function, may_stand = DERIVATIVES[name]
+
+    class Derivative(nn.Module):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(function(x).square().sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, 8)
+    graph = plumb.capture(Derivative(), x)
+    assert any(node.target.startswith(f"aten::{name}") for node in graph.graph.nodes)
+    path = tmp_path / "derivative.pt2"
+    if may_stand:
+        plumb.save_pt2(graph, path)
+        assert torch.equal(plumb.load_pt2(path)(x), Derivative()(x))
+    else:
+        with pytest.raises(plumb.Error, match=f"aten::{name} may not stand in a file") as error:
+            plumb.save_pt2(graph, path)
+        assert error.value.kind == plumb.ErrorKind.Unsupported and "allow_operators" in error.value.remedy
+        assert not path.exists()
 
 
 @pytest.mark.parametrize("name", ["aten", "plumb", "", "aten::", "facts_py::double.default", "a b"])

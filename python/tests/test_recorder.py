@@ -1,6 +1,7 @@
 """plumb.Recorder and plumb.read_history."""
 
 import copy
+import html
 import math
 import pickle
 
@@ -101,6 +102,24 @@ def test_what_was_not_counted_is_missing_and_no_zero(model, tmp_path):
         assert frame[count].isna().all() and frame[count].dtype == "Int64"
     assert frame["underflow(e5m2)"].isna().all() and frame["zero_share"].isna().all()
     assert (frame["std"] >= 0).all()
+
+
+def test_a_notebook_shows_what_a_history_holds(model, tmp_path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nwhen = { statistic = "std", above = 0 }\nevery = 1\nlimit = 1\n')
+    recorder = plumb.Recorder(model, rules, tmp_path / "run.history")
+    for loss in (2.5, 0.25):
+        model(torch.randn(16, 8)).sum().backward()
+        recorder.step(**{"<loss>": loss})
+    history = plumb.read_history(tmp_path / "run.history")
+    shown = history._repr_html_()
+    assert f"<b>{html.escape(repr(history)[1:-1])}</b>" in shown
+    assert "<td>&lt;loss&gt;</td><td>2</td><td>2.5</td><td>0.25</td>" in shown
+    event = history.events[0]
+    assert f"<li>step 1: std &gt; 0 in {event['count']} tensors, first {event['first'][0]['tensor']}" in shown
+    empty = tmp_path / "empty.history"
+    plumb.Recorder(Net(), rules, empty).close()
+    assert plumb.read_history(empty)._repr_html_().startswith("<b>History: 0 rows of 0 tensors, no steps</b>")
 
 
 def test_rules_choose_tensors_and_a_nan_is_caught(model, tmp_path):

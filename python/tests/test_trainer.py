@@ -266,6 +266,40 @@ def test_checkpoints_of_a_unit_scaled_file_are_for_unit_scaled_models(folder):
     assert plumb.checkpoint.load(folder / "again", scaled)[0] == 3
 
 
+class Even(Lm):
+    """Has the operators of any of the models below, and their parameters' names and sizes."""
+
+    tied, swapped, p, slope = False, False, 0.1, 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.again, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+        if self.tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, ids):
+        first, second = (self.again, self.up) if self.swapped else (self.up, self.again)
+        x = nn.functional.leaky_relu(second(first(self.wte(ids))), self.slope)
+        return self.head(nn.functional.dropout(x, self.p, self.training))
+
+
+OTHERS = {"ties": {"tied": True}, "order": {"swapped": True}, "dropout": {"p": 0.25}, "slope": {"slope": 0.25}}
+
+
+def test_a_run_goes_on_with_its_own_model_alone(folder):
+    def saved(**other):
+        torch.manual_seed(0)
+        model = type("Other", (Even,), other)()
+        plumb.save_pt2(plumb.capture(model, torch.randint(64, (2, 8))), folder / "other.pt2")
+        return folder / "other.pt2"
+
+    trained(folder, saved(), steps=2, rate="constant", checkpoints=folder / "run")
+    for other in OTHERS.values():
+        with pytest.raises(plumb.Error, match="is of another model"):
+            trained(folder, saved(**other), steps=4, rate="constant", checkpoints=folder / "run")
+    assert len(trained(folder, saved(), steps=4, rate="constant", checkpoints=folder / "run")[0].steps) == 2
+
+
 def test_a_trainer_warns_of_weights_that_nothing_keeps(folder):
     arguments, lost = (folder / "lm.pt2", folder / "tokens.bin"), "what is learned will be lost: no save, save_hf or checkpoints"
     with pytest.warns(UserWarning, match=lost) as warned:

@@ -109,6 +109,27 @@ def test_replaces_pythons_operators(key):
     assert [(e["from"], e["to"].rpartition(".")[2]) for e in entries(model, "replaced")] == [(key.__name__, "new")]
 
 
+@pytest.mark.parametrize(
+    "keys, call",
+    [
+        ((operator.abs, abs), lambda a: abs(a)),
+        ((operator.abs,), lambda a: operator.abs(a)),
+        ((operator.pow, pow), lambda a: pow(a, 2)),
+        ((operator.add,), lambda a: sum([a, a])),
+    ],
+    ids=["abs", "operator.abs", "pow", "sum"],
+)
+def test_pythons_functions_that_call_an_operator_are_replaced_as_it(keys, call):
+    class Model(nn.Module):
+        def forward(self, a):
+            return call(a)
+
+    for key in keys:
+        model, a = unit_scale(Model(), replace={key: lambda a, *_: a * 3}), torch.rand(3) + 1
+        assert torch.equal(model(a), torch.as_tensor(a * 3 * (3 if key is operator.add else 1)))
+        assert not entries(model, "left_alone")
+
+
 def test_an_operator_is_no_method_and_keeps_the_order_of_its_operands():
     class Model(nn.Module):
         def forward(self, x):

@@ -89,7 +89,9 @@ class Cubed(nn.Module):
 
 
 def left_alone(module):
-    return {e["node"]: e["reason"] for part in plumb.report(module) for e in part["entries"] if e["kind"] == "left_alone"}
+    return {
+        e["node"]: e["reason"] for part in plumb.report(module) for e in part["entries"] if e["kind"] == "left_alone"
+    }
 
 
 def test_the_report_has_a_line_on_a_custom_autograd_function():
@@ -125,9 +127,25 @@ def test_a_buffer_that_is_a_weight_gets_unit_variance_and_the_report_says_so():
     assert abs(graph(x).std().item() - 1) < 0.1
 
 
-def test_an_operator_whose_weight_is_a_plain_tensor_stays_what_it_is_and_the_report_says_so():
+PRODUCTS = {
+    "linear": F.linear,
+    "matmul": torch.matmul,
+    "mm": torch.mm,
+    "addmm": lambda x, w: torch.addmm(torch.zeros(256), x, w),
+    "transposed": lambda x, w: x @ w.T,
+    "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
+    "conv1d": lambda x, w: F.conv1d(x[:, :, None], w[:, :, None])[:, :, 0],
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_an_operator_whose_weight_is_a_plain_tensor_stays_what_it_is_and_the_report_says_so(product):
+    class Product(FixedWeight):
+        def forward(self, x):
+            return PRODUCTS[product](x, self.w)
+
     torch.manual_seed(0)
-    model, x = FixedWeight(buffer=False), torch.randn(64, 256, requires_grad=True)
+    model, x = Product(buffer=False), torch.randn(64, 256, requires_grad=True)
     scaled = unit_scale(model)
     assert torch.equal(scaled(x), model(x))
     assert any("plain tensor" in reason and "register it" in reason for reason in left_alone(scaled).values())

@@ -142,14 +142,14 @@ class UnitScaler {
     if (users_choice_.count(node)) return "it is a replacement";
     if (auto why = is_recurrent(node) ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
     if (!differentiable_.count(node)) return "no gradient flows through it";
-    if (const Equivalent* equivalent = find_equivalent(node); equivalent && !equivalent->any_weight) {
+    if (const Equivalent* equivalent = find_equivalent(node)) {
       for (std::string_view argument : equivalent->weights) {
         const Arg* arg = node->try_arg(argument);
         if (!arg || !arg->is_value()) continue;
         if (const Node* attr = source_attribute(arg->value()); attr && is_plain_tensor(attr))
-          return "its " + std::string(argument) + " " + attr->target() +
+          return "its " + std::string(equivalent->any_weight ? "operand" : argument) + " " + attr->target() +
                  " is a plain tensor, whose scale stays: register it as a parameter or a buffer";
-        if (auto it = computed_.find(arg->value()->producer()); it != computed_.end())
+        if (auto it = computed_.find(arg->value()->producer()); it != computed_.end() && !equivalent->any_weight)
           return "its " + std::string(argument) + " is computed from " + it->second + ", whose scale is not its own";
       }
     }

@@ -14,6 +14,7 @@ import types
 from collections import deque
 from typing import Any, Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,14 +28,24 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _OF_TORCH = frozenset(vars(nn.Module)) - {"forward"}
 _LIBRARY_FOLDERS = tuple({os.path.realpath(p) + os.sep for p in sysconfig.get_paths().values()} | set(INSIDE))
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.BuiltinMethodType, functools.partial)
-_LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (frozenset(sys.stdlib_module_names) - {"types", "argparse", "__main__"})
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.BuiltinMethodType,
+    functools.partial,
+)
+_LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (
+    frozenset(sys.stdlib_module_names) - {"types", "argparse", "__main__"}
+)
 
 
 def _is_object(value: Any) -> bool:
     """Returns whether it is an object of a user's or a library's class, whose attributes may be settings."""
     cls = type(value)
-    if isinstance(value, (*PLAIN, *_FUNCTIONS, type, nn.Module, Tensor, types.ModuleType, tuple, list, dict, set, deque)):
+    if isinstance(
+        value, (*PLAIN, *_FUNCTIONS, type, nn.Module, Tensor, types.ModuleType, tuple, list, dict, set, deque)
+    ):
         return False
     return cls.__module__.partition(".")[0] not in _LIBRARIES
 
@@ -180,7 +191,7 @@ class _Resolver:
         elif computed:  # by code of the class, or a slot
             with contextlib.suppress(Exception):
                 value = getattr(owner, key)
-                if isinstance(value, (*PLAIN, list, tuple, dict, set)):
+                if isinstance(value, (*PLAIN, list, tuple, dict, set, np.ndarray)):
                     self.value(ATTRIBUTE, owner, key, value, name)
         else:
             self._of_class(owner, own, key, found, name)
@@ -198,7 +209,7 @@ class _Resolver:
     def members(self, value: Any, name: str) -> None:
         """All attributes of a thing whose reads cannot be noted."""
         for key, part in list(vars(value).items())[:_MEMBERS]:
-            if isinstance(part, (*PLAIN, list, tuple, dict, set)) and not key.startswith("__"):
+            if isinstance(part, (*PLAIN, list, tuple, dict, set, np.ndarray)) and not key.startswith("__"):
                 if isinstance(value, type):
                     self.value(ATTRIBUTE, value, key, part, f"{name}.{key}")
                 else:
@@ -215,7 +226,9 @@ class _Resolver:
             self.functions_in(value.fget, depth)
         elif isinstance(value, types.FunctionType):
             self.code(value, value.__code__)
-        elif isinstance(wrapped := inspect.getattr_static(value, "__wrapped__", None), types.FunctionType):  # of functools.lru_cache
+        elif isinstance(
+            wrapped := inspect.getattr_static(value, "__wrapped__", None), types.FunctionType
+        ):  # of functools.lru_cache
             self.functions_in(wrapped, depth)
         elif isinstance(value, (list, tuple, dict)) and depth < DEEPEST and len(value) <= _MEMBERS:
             for part in value.values() if isinstance(value, dict) else value:
@@ -277,7 +290,8 @@ class _Resolver:
         self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
 
     def parts(self, module: nn.Module) -> None:
-        """Which modules a module has. A transformed one looks itself (`Tree`)."""
+        """Which modules a module has, and their classes. A transformed one looks itself (`Tree`)."""
+        self.guards.add_classes(module)
         for sub in module.modules():
             if isinstance(parts := sub.__dict__.get("_modules"), dict):  # a scripted module's stays
                 self.guards.add(ITEM, sub.__dict__, "_modules", parts, self._name(sub, "modules"), self.containers)
@@ -309,7 +323,11 @@ def _is_users_class(cls: type) -> bool:
 
 
 def guards_of(
-    observer: Observer, module: nn.Module, written: set[tuple[int, Any]], forward: Callable[..., Any] | None, parts: bool = False
+    observer: Observer,
+    module: nn.Module,
+    written: set[tuple[int, Any]],
+    forward: Callable[..., Any] | None,
+    parts: bool = False,
 ) -> Guards:
     """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
     the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too."""

@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from typing import Any, Iterator, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -26,7 +27,7 @@ _LIBRARIES = ("torch", "plumb", "numpy", "builtins")  # whose objects keep no st
 
 
 class Table(NamedTuple):
-    """A dict, list, deque or set that a forward may write, called `name` from the root, and what is in it `before`."""
+    """A dict, list, deque, set or array of NumPy that a forward may write, called `name` from the root, and what is in it `before`."""
 
     name: str
     live: Any
@@ -61,6 +62,8 @@ class Table(NamedTuple):
                 self.live.pop(key, None)
             else:
                 self.live[key] = value
+        elif isinstance(self.live, np.ndarray):
+            self.live[...] = value
         elif key is None:
             self.live.clear()
             self.live.update(value) if isinstance(self.live, set) else self.live.extend(value)
@@ -68,9 +71,12 @@ class Table(NamedTuple):
             self.live[key] = value
 
     def differences(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, before, now) of slots with another object; with the key None all of a set, or of a list that got longer
-        or shorter."""
-        if isinstance(self.live, dict):
+        """(key, before, now) of slots with another object; with the key None all of a set or array, or of a list that got
+        longer or shorter."""
+        if isinstance(self.live, np.ndarray):
+            if self.live.tobytes() != self.before.tobytes():
+                yield None, self.before, self.live.copy()
+        elif isinstance(self.live, dict):
             for key in [*self.before, *(k for k in self.live if k not in self.before)]:
                 before, now = self.before.get(key, MISSING), self.live.get(key, MISSING)
                 if now is not before:
@@ -97,6 +103,11 @@ def _walk(
             _walk(f"{name}[{i}]", v, depth + 1, found, seen)
         return
     live, dotted = value, False
+    if isinstance(value, np.ndarray):
+        if value.size <= _MOST and id(value) not in seen:
+            seen.add(id(value))
+            found.append(Table(name, value, value.copy(), False, parent=parent, key=key))
+        return
     if not isinstance(value, (dict, list, deque, set)):
         live, dotted = getattr(value, "__dict__", None), True
         if not isinstance(live, dict) or isinstance(value, (type, nn.Module, Tensor)) or callable(value):
@@ -166,8 +177,7 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
 
 
 def random_states() -> tuple[Tensor, Tensor | None]:
-    """Returns the states of torch's generators: the CPU's, and that of the current accelerator if there is one in use.
-    """
+    """Returns the states of torch's generators: the CPU's, and that of the current accelerator if there is one in use."""
     device = torch.accelerator.current_accelerator()
     module = device and torch.get_device_module(device)
     used = module is not None and getattr(module, "is_initialized", lambda: True)()
@@ -280,7 +290,8 @@ class ModuleStateGuard:
                 name = table.slot(key)
                 self.changes.append(Change(table, key, name, before, now))
                 if all(
-                    isinstance(x, PLAIN) for x in pytree.tree_leaves([b for b in (before, now) if b is not MISSING])
+                    isinstance(x, (*PLAIN, np.ndarray))
+                    for x in pytree.tree_leaves([b for b in (before, now) if b is not MISSING])
                 ):
                     told = ["nothing" if x is MISSING else reprlib.repr(x) for x in (before, now)]
                     notes.append(

@@ -39,8 +39,7 @@ class _Same:
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
-    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by id.
-    """
+    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by id."""
     if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
         return hashed(value)
     if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST:
@@ -53,7 +52,9 @@ def _frozen(value: Any, depth: int = 0) -> Any:
 
 
 def _contents(value: Any, found: list, depth: int = 0) -> list:
-    """Containers in `value` that can be written, each followed by the objects in it."""
+    """Containers in `value` that can be written, each followed by the objects in it, arrays of NumPy by their bytes."""
+    if isinstance(value, np.ndarray) and value.size <= _MOST:
+        found += [value, value.tobytes()]
     if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, deque)) or len(value) > _MOST:
         return found
     parts = [x for item in value.items() for x in item] if isinstance(value, dict) else list(value)
@@ -82,6 +83,24 @@ class _Parameters:
         for table, key, known, device, name in self.known:
             p = table.get(key)
             if p is None or (id(p) != known and p.device == device):
+                return name
+        return None
+
+
+class _Classes:
+    """The classes of the parts of a module. It keeps no part alive."""
+
+    def __init__(self, module: nn.Module):
+        self.known = [
+            (weakref.ref(sub), type(sub), f"{path}.__class__" if path else "__class__")
+            for path, sub in module.named_modules()
+        ]
+
+    @property
+    def other(self) -> str | None:
+        """The name of one that has another class now."""
+        for part, known, name in self.known:
+            if (sub := part()) is not None and type(sub) is not known:
                 return name
         return None
 
@@ -130,6 +149,10 @@ class Guards:
     def add_parameters(self, module: nn.Module) -> None:
         """Adds which tensors the module's parameters are. A module that is moved to another device gets new ones."""
         self.add(ATTRIBUTE, _Parameters(module), "other", None, "")
+
+    def add_classes(self, module: nn.Module) -> None:
+        """Adds the classes of the module and its parts."""
+        self.add(ATTRIBUTE, _Classes(module), "other", None, "")
 
     def hold(self) -> bool:
         """Returns whether everything is as it was read. Values that are equal and other objects are the same."""

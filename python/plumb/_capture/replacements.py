@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Callable, Iterator
@@ -47,14 +48,17 @@ def is_operator(function: Any) -> bool:
     return getattr(function, "__module__", None) == "_operator"
 
 
+# Python's functions that call an operator, under whose name they are replaced, too; sum() calls it for every term.
+_CALLING = {abs: operator.abs, pow: operator.pow, sum: operator.add}
+
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
-def _is_mirrored(operator: Any, func: Any) -> bool:
+def _is_mirrored(written: Any, func: Any) -> bool:
     """Returns whether torch was asked for ``number - tensor``, and so got the tensor first."""
     name = func.__name__
     reflected = name.startswith("__r") and name != "__rshift__"
-    return reflected or name.startswith("bitwise_") or _MIRRORED.get(operator.__name__) == name
+    return reflected or name.startswith("bitwise_") or _MIRRORED.get(written.__name__) == name
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -63,7 +67,7 @@ class _TorchFunctions(TorchFunctionMode):
     def __init__(self, pairs: Replacements):
         super().__init__()
         self.pairs = pairs
-        self.has_operators = any(map(is_operator, pairs))
+        self.has_operators = any(is_operator(old) or old in _CALLING for old in pairs)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -71,8 +75,11 @@ class _TorchFunctions(TorchFunctionMode):
             return self.pairs.run(func, args, kwargs)
         if self.has_operators:
             written = call_sites.written()  # "+" and x.add() are one function of torch's
-            if is_operator(written) and written in self.pairs:
-                return self.pairs.run(written, args[::-1] if _is_mirrored(written, func) else args, kwargs)
+            if isinstance(written, BuiltinFunctionType):
+                called = _CALLING.get(written, written)
+                old = called if called in self.pairs else written
+                if is_operator(called) and old in self.pairs and old is not sum:
+                    return self.pairs.run(old, args[::-1] if _is_mirrored(called, func) else args, kwargs)
         return func(*args, **kwargs)
 
 
