@@ -141,3 +141,26 @@ def test_a_transformed_module_follows_a_parameter_that_is_taken_away():
     module(x)
     module.bias = None
     assert torch.equal(module(x), F.linear(x, module.weight))
+
+
+class Scratch(nn.Module):
+    """Clears a dict at the start of each call, and reads what the same call has put there, as gpytorch's strategies do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.kept = {}
+        self.kept["normal"] = torch.distributions.Normal(self.layer(x), 1.0, validate_args=False)
+        return self.kept["normal"].mean * 2
+
+
+def test_an_attribute_that_a_call_writes_before_it_reads_it_is_its_own():
+    x = torch.randn(3, 4)
+    model = Scratch()
+    graph = plumb.capture(model, x, plumb_verify=True)
+    tracked = track_scales(model)
+    for _ in range(2):
+        assert torch.equal(tracked(x), graph(x))
+    assert torch.equal(model(x), graph(x))

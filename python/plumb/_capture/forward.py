@@ -204,9 +204,12 @@ def capture_engine(
     refuse_modules(module, with_root=forward is None)
     request = _Forward(module, args, kwargs, forward)
     traced = functools.partial(request.traced, replace or {})
+    if verify:  # apart, as its runs go backward and may leave more in attributes than a forward does
+        with traced():
+            _C.capture(request, True, None, guard_values, control_values)
     with traced():
         engine, notes, found = _C.capture(
-            request, verify, here if calls is not None else None, guard_values, control_values
+            request, False, here if calls is not None else None, guard_values, control_values
         )
     left = request.left
     left.forget_state(engine)
