@@ -190,3 +190,22 @@ def test_a_table_of_positions_is_not_rounded_to_a_format():
     assert torch.equal(rounded.table, model.table)
     torch.manual_seed(0)
     assert torch.equal(rounded(x), first)
+
+
+class WithoutParameters(nn.Module):
+    """A transform of signals, say: its weight is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("w", torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def test_a_checkpoint_of_a_unit_scaled_module_without_parameters_is_loaded(tmp_path):
+    x, scaled, fresh = torch.randn(2, 4), unit_scale(WithoutParameters()), unit_scale(WithoutParameters())
+    y = scaled(x)
+    plumb.checkpoint.save(tmp_path, scaled, step=1)
+    plumb.checkpoint.load(tmp_path, fresh)
+    assert torch.equal(fresh(x), y)

@@ -214,8 +214,11 @@ MODELS = {
     "titans-pytorch NeuralMemory": maker("titans_pytorch", lambda m: m.NeuralMemory(dim=16, chunk_size=4), floats(8, 16)),
     "titans-pytorch MemoryAsContextTransformer": maker(
         "titans_pytorch",
-        lambda m: m.MemoryAsContextTransformer(
-            num_tokens=20, dim=16, depth=2, segment_len=4, heads=2, dim_head=8, num_longterm_mem_tokens=2
+        lambda m: run_once(
+            m.MemoryAsContextTransformer(
+                num_tokens=20, dim=16, depth=2, segment_len=4, heads=2, dim_head=8, num_longterm_mem_tokens=2
+            ),
+            WORDS,
         ),
         WORDS,
     ),

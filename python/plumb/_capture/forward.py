@@ -96,6 +96,9 @@ class _Forward:
         self.left = LeftTensors([])
 
     def call(self, flat: list) -> tuple[list, str]:
+        self.state_guard.restore(warn=False)  # every call begins with the same attributes, those of verify, too
+        for change in self.start_from:
+            change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         args, kwargs = unflatten(given, self.spec)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
@@ -126,9 +129,6 @@ class _Forward:
         return changed
 
     def begin_attempt(self, tell_libraries: bool) -> None:
-        self.state_guard.restore(warn=False)
-        for change in self.start_from:
-            change.put()
         self.told_libraries = tell_libraries
 
     @contextlib.contextmanager
