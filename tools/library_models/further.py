@@ -1,6 +1,17 @@
-"""Small models of three dozen more libraries, one or two of each: name -> function that makes (model, args, kwargs).
+"""Small models of four dozen more libraries, one or two of each: name -> function that makes (model, args, kwargs).
 
-    pip install --no-deps --target SITE SEE_BELOW
+    pip install --no-deps --target SITE einops einx frozendict loguru torch-einops-utils hyper-connections axial-positional-embedding \
+        local-attention product-key-memory colt5-attention rotary-embedding-torch assoc-scan tensordict pyvers orjson x-transformers \
+        x-mlps-pytorch discrete-continuous-embed-readout ema-pytorch beartype polars polars-runtime-32 pyfaidx jaxtyping wadler-lindig \
+        linear-operator opt-einsum opt-einsum-fx pyro-api tensorly tensorly-torch trampoline boltons torchdiffeq nir nirtorch skorch mne \
+        decorator pooch lazy_loader narwhals scipy scikit-learn joblib threadpoolctl cloudpickle psutil accelerate timm \
+        torchvision==0.28.0 ftfy librosa soundfile cffi numba llvmlite pyarrow h5py lightning-utilities torchmetrics omegaconf \
+        mixture-of-experts st-moe-pytorch soft-moe-pytorch routing-transformer reformer-pytorch sinkhorn-transformer titans-pytorch \
+        memory-efficient-attention-pytorch block-recurrent-transformer-pytorch hourglass-transformer-pytorch tab-transformer-pytorch \
+        lambda-networks x-clip denoising-diffusion-pytorch enformer-pytorch egnn-pytorch se3-transformer-pytorch e3nn gpytorch \
+        pyro-ppl monai segmentation-models-pytorch facenet-pytorch lpips pytorch-msssim resnest lightly neuraloperator torch-harmonics \
+        nnAudio torchlibrosa julius demucs torchsde torchcde FrEIA geoopt pykan spikingjelly norse braindecode deepctr-torch \
+        pytorch-crf litgpt loralib peft
     PYTHONPATH=SITE python tools/libraries_table.py further --check captured,tracked,transformed,cut2,saved
 """
 
@@ -316,7 +327,7 @@ MODELS = {
         "lightly.models.modules", lambda m: nn.Sequential(m.SimSiamProjectionHead(8, 16, 8), m.SimSiamPredictionHead(8, 4, 8)), floats(8)
     ),
     "neuraloperator FNO": maker("neuralop.models", lambda m: m.FNO((4, 4), 1, 1, 8, n_layers=2), VOLUME),
-    "torch-harmonics RealSHT": maker("torch_harmonics", lambda m: First(m.RealSHT(8, 16), lambda t, x: t(x).abs()), floats(8, 16)),
+    "torch-harmonics RealSHT": maker("torch_harmonics", lambda m: nn.Sequential(nn.Linear(16, 16), First(m.RealSHT(8, 16), lambda t, x: t(x).abs())), floats(8, 16)),
     "nnAudio MelSpectrogram": maker(
         "nnAudio.features", lambda m: nn.Sequential(m.MelSpectrogram(n_fft=32, n_mels=8, hop_length=8, verbose=False, trainable_STFT=True)), SOUND
     ),
