@@ -5,12 +5,12 @@
         x-mlps-pytorch discrete-continuous-embed-readout ema-pytorch beartype polars polars-runtime-32 pyfaidx jaxtyping wadler-lindig \
         linear-operator opt-einsum opt-einsum-fx pyro-api tensorly tensorly-torch trampoline boltons torchdiffeq nir nirtorch skorch mne \
         decorator pooch lazy_loader narwhals scipy scikit-learn joblib threadpoolctl cloudpickle psutil accelerate timm \
-        torchvision==0.28.0 ftfy librosa soundfile cffi numba llvmlite pyarrow h5py lightning-utilities torchmetrics omegaconf \
+        torchvision==0.28.0 ftfy pyarrow h5py lightning-utilities torchmetrics omegaconf \
         mixture-of-experts st-moe-pytorch soft-moe-pytorch routing-transformer reformer-pytorch sinkhorn-transformer titans-pytorch \
         memory-efficient-attention-pytorch block-recurrent-transformer-pytorch hourglass-transformer-pytorch tab-transformer-pytorch \
         lambda-networks x-clip denoising-diffusion-pytorch enformer-pytorch egnn-pytorch se3-transformer-pytorch e3nn gpytorch \
         pyro-ppl monai segmentation-models-pytorch facenet-pytorch lpips pytorch-msssim resnest lightly neuraloperator torch-harmonics \
-        nnAudio torchlibrosa julius demucs torchsde torchcde FrEIA geoopt pykan spikingjelly norse braindecode deepctr-torch \
+        nnAudio julius demucs torchsde torchcde FrEIA geoopt pykan spikingjelly norse braindecode deepctr-torch \
         pytorch-crf litgpt loralib peft
     PYTHONPATH=SITE python tools/libraries_table.py further --check captured,tracked,transformed,cut2,saved
 """
@@ -331,7 +331,6 @@ MODELS = {
     "nnAudio MelSpectrogram": maker(
         "nnAudio.features", lambda m: nn.Sequential(m.MelSpectrogram(n_fft=32, n_mels=8, hop_length=8, verbose=False, trainable_STFT=True)), SOUND
     ),
-    "torchlibrosa Spectrogram": maker("torchlibrosa.stft", lambda m: m.Spectrogram(n_fft=32, hop_length=8, freeze_parameters=False), SOUND),
     "julius LowPassFilter": maker("julius", lambda m: nn.Sequential(nn.Linear(64, 64), m.LowPassFilter(0.2), nn.Linear(64, 4)), SOUND),
     "julius LowPassFilter by FFT": maker(
         "julius", lambda m: nn.Sequential(nn.Linear(64, 64), m.LowPassFilter(0.2, fft=True), nn.Linear(64, 4)), SOUND
