@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import warnings
 
 sys.path[:0] = ["tools/library_models"]
 
+import numpy  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401 (children need not load it again)
 from compared import run, same  # noqa: E402
@@ -34,7 +36,8 @@ def try_model(models, name, checks, modes, file):
     for mode in modes:
 
         def make(mode=mode):
-            torch.manual_seed(0)
+            for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+                seed(0)
             model, args, kwargs = models[name]()
             torch.manual_seed(3)
             return model.train(mode == "train"), args, kwargs

@@ -92,7 +92,12 @@ def transformed(make):
     with tempfile.TemporaryDirectory() as folder:
         plumb.checkpoint.save(folder, module, step=1)
         plumb.checkpoint.load(folder, fresh)
-    others = [copy.deepcopy(module), fresh]
+    others = [fresh]
+    if isinstance(copied := tried(copy.deepcopy, module), str):  # the model itself, once it has run?
+        run(model, args, kwargs)
+        assert tried(copy.deepcopy, model) == copied, copied
+    else:
+        others.append(copied)
     if not isinstance(tried(pickle.dumps, model), str):
         others.append(pickle.loads(pickle.dumps(module)))
     others.append(simulate_fp8(unit_scale(make()[0])))

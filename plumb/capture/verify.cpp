@@ -186,16 +186,17 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
     if (!twin || !equal_or_both_nan(attr.tensor, twin->tensor))
       differs("the constant '" + attr.name + "' depends on the inputs");
   }
-  bool asks = false;
-  for (const Node* node : first.graph().nodes()) asks |= node->is_op("plumb::guard_requires_grad");
+  bool asks = false;  // a custom function may, by its needs_input_grad
+  for (const Node* node : first.graph().nodes())
+    asks |= node->is_op("plumb::guard_requires_grad") || node->is_op("plumb::python_function");
   const auto eager =
       run_with_gradients(request, values, asks, [&](const std::vector<c10::IValue>& in, Buffers& elsewhere) {
         TreeSpec spec;
         auto out = request.call(in, spec);
         if (request.buffers_after) elsewhere = request.buffers_after();
-        if (request.attributes_after) request.attributes_after();
         return out;
       });
+  if (request.attributes_after) request.attributes_after();  // a function's backward may read what its forward left
   const auto replay = run_with_gradients(request, values, asks,
                                          [&](const std::vector<c10::IValue>& in, Buffers&) { return first.run(in); });
   if (eager.size() != replay.size()) differs("the graph has other gradients than eager");

@@ -183,17 +183,7 @@ void bind_parameter_scaling(py::module_& m) {
           },
           py::arg("parameters"))
       .def("mark_changed", &ParameterScaling::mark_changed, py::arg("name"))
-      // Whether the parameter has its own values afterwards.
-      .def(
-          "give_back",
-          [](ParameterScaling& s, const std::vector<std::string>& names, const at::Tensor& parameter) {
-            if (s.undo(names, parameter)) return true;
-            for (const auto& saved : s.scaled()) {
-              if (std::get<0>(saved) == names) return false;
-            }
-            return true;
-          },
-          py::arg("names"), py::arg("tensor"))
+      .def("give_back", &ParameterScaling::give_back, py::arg("names"), py::arg("tensor"))
       .def("look_at", &ParameterScaling::look_at, py::arg("name"), py::arg("tensor"))
       .def("__deepcopy__", [](const ParameterScaling& s, const py::dict&) { return s.for_copy(); })
       .def(py::pickle([](const ParameterScaling& s) { return py::make_tuple(s.scaled(), s.confirmed(), s.changed()); },

@@ -97,7 +97,7 @@ def _refuse_other_weights(checkpoint: Checkpoint, document: Any, model: Model, t
             kind=ErrorKind.InvalidState,
             remedy="load it into the plain model, then plumb.transforms.unit_scale it (of a captured graph preserve=True keeps what it computes)",
         )
-    if other or (scaled is True and isinstance(model, nn.Module) and not any(here.values())):
+    if other or (scaled is True and isinstance(model, nn.Module) and not (any(here.values()) or _is_marked(tensors))):
         raise Error(
             f"{checkpoint.folder}: its weights are unit-scaled, and the model is not{of}",
             kind=ErrorKind.InvalidState,

@@ -141,3 +141,49 @@ def test_a_transformed_module_follows_a_parameter_that_is_taken_away():
     module(x)
     module.bias = None
     assert torch.equal(module(x), F.linear(x, module.weight))
+
+
+class Scratch(nn.Module):
+    """Clears a dict at the start of each call, and reads what the same call has put there, as gpytorch's strategies do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.kept = {}
+        self.kept["normal"] = torch.distributions.Normal(self.layer(x), 1.0, validate_args=False)
+        return self.kept["normal"].mean * 2
+
+
+def test_an_attribute_that_a_call_writes_before_it_reads_it_is_its_own():
+    x = torch.randn(3, 4)
+    model = Scratch()
+    graph = plumb.capture(model, x, plumb_verify=True)
+    tracked = track_scales(model)
+    for _ in range(2):
+        assert torch.equal(tracked(x), graph(x))
+    assert torch.equal(model(x), graph(x))
+
+
+class CountsItsTable(nn.Module):
+    """Keeps a table in a buffer and its length in an attribute, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.length = nn.Linear(4, 4), 0
+        self.register_buffer("table", torch.zeros(8, 1), persistent=False)
+
+    def forward(self, x):
+        if self.length < len(x):
+            self.table[: len(x)] = torch.arange(1.0, 1 + len(x))[:, None]
+            self.length = len(x)
+        return self.layer(x) * self.table[: len(x)]
+
+
+def test_verifying_begins_every_run_with_the_same_attributes():
+    model, x = CountsItsTable(), torch.randn(3, 4)
+    with pytest.raises(plumb.Error, match=r"changes the attribute 'length' and takes another path.*(\n.*)*once before"):
+        plumb.capture(model, x, plumb_verify=True)
+    model(x)
+    assert torch.equal(plumb.capture(model, x, plumb_verify=True)(x), model(x))

@@ -1,4 +1,5 @@
-"""Derivatives and tensors of other kinds in a forward: torch.func, dual, nested and sparse tensors, integers that are checked."""
+"""Derivatives, custom functions and tensors of other kinds in a forward: torch.func, dual, nested and sparse tensors, integers that
+are checked."""
 
 import copy
 import pickle
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import plumb
-from plumb.transforms import track_scales
+from plumb.transforms import track_scales, unit_scale
 
 
 def energy(layer):
@@ -169,3 +170,77 @@ def test_checkpoints_that_keep_the_random_state_are_captured():
     graph = plumb.capture(model, x)
     torch.manual_seed(0)
     assert torch.equal(graph(x), expected)
+
+
+class Replayed(torch.autograd.Function):
+    """A reversible block: the backward computes again what the forward drew, from a state that the block keeps."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        block.state, block.seen = torch.get_rng_state(), {}
+        return torch.nn.functional.dropout(x)
+
+    @staticmethod
+    def backward(ctx, d):
+        block = ctx.block
+        block.seen["backward"] = block.state
+        with torch.random.fork_rng(), torch.enable_grad():
+            torch.set_rng_state(block.state)
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.nn.functional.dropout(x).backward(d)
+        return x.grad, None
+
+
+class ReplayedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.state, self.seen = nn.Linear(4, 4), None, {}
+
+    def forward(self, x):
+        return Replayed.apply(self.linear(x), self)
+
+
+def test_verifying_leaves_a_functions_backward_what_its_forward_left():
+    x = torch.randn(3, 4, requires_grad=True)
+    model = ReplayedBlock()
+    graph = plumb.capture(model, x, plumb_verify=True)
+    assert model.state is None and model.seen == {}
+    torch.manual_seed(0)
+    graph(x).sum().backward()
+    ours, x.grad = x.grad, None
+    torch.manual_seed(0)
+    model(x).sum().backward()
+    assert torch.equal(ours, x.grad)
+
+
+class OfTheWeightAlone(torch.autograd.Function):
+    """Refuses to compute a gradient of its input, as kernels of gpytorch do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        if ctx.needs_input_grad[0]:
+            raise RuntimeError("there is no gradient of x")
+        ctx.save_for_backward(x)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, d):
+        return None, d * ctx.saved_tensors[0]
+
+
+class Weighs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return OfTheWeightAlone.apply(x + 1, self.w)
+
+
+def test_a_custom_function_hears_which_gradients_are_needed_as_its_inputs_were_given():
+    model, x = Weighs(), torch.randn(3, 4)
+    graph = plumb.capture(model, x, plumb_verify=True)
+    assert torch.equal(graph(x), model(x))
+    unit_scale(model)(x).sum().backward()

@@ -1,4 +1,4 @@
-"""unit_scale on custom autograd functions, on weights that are no parameters, and on long chains."""
+"""unit_scale on custom autograd functions, on weights that are no parameters, on tables, and on long chains."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plumb
-from plumb.transforms import unit_scale
+from plumb.transforms import simulate_fp8, unit_scale
 
 
 class Reversible(torch.autograd.Function):
@@ -66,6 +66,19 @@ def test_parts_that_a_custom_function_calls_compute_what_they_did(gives_weights)
     assert any(e["node"] == "f.0.weight" and "custom autograd function" in e["reason"] for e in entries)
     with pytest.raises(plumb.Error, match="'into'.*called alone"):
         scaled.into(x)
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_parts_that_a_custom_function_calls_are_loaded_before_the_first_call(called):
+    torch.manual_seed(0)
+    trained, x = unit_scale(ReversibleNet(True)), torch.randn(16, 8)
+    trained(x)
+    fresh = unit_scale(ReversibleNet(True))
+    if called:
+        fresh(x)
+    fresh.load_state_dict(trained.state_dict())
+    for size in (16, 4):
+        assert torch.equal(fresh(x[:size]), trained(x[:size]))
 
 
 class Cube(torch.autograd.Function):
@@ -168,3 +181,49 @@ def test_the_report_has_a_line_on_a_long_chain_of_multiplications_that_are_left_
         scaled(torch.randn(2, 8))
         lines = [reason for reason in left_alone(scaled).values() if "a chain of 300 multiplications" in reason]
         assert bool(lines) == told
+
+
+class KeepsTable(nn.Module):
+    """Rotary positions that the first call computes and keeps in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.rand(4), persistent=False)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.table is None:
+            table = torch.einsum("i, j -> i j", torch.arange(len(x)) + 0.3, self.frequencies)
+            self.register_buffer("table", table, persistent=False)
+        return self.linear(x) * self.table.cos()
+
+
+def test_a_table_of_positions_is_not_rounded_to_a_format():
+    model, x = KeepsTable(), torch.randn(20, 4)
+    rounded = simulate_fp8(unit_scale(model))
+    torch.manual_seed(0)
+    first = rounded(x)
+    model(x)
+    assert torch.equal(rounded.table, model.table)
+    torch.manual_seed(0)
+    assert torch.equal(rounded(x), first)
+
+
+class WithoutParameters(nn.Module):
+    """A transform of signals, say: its weight is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("w", torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def test_a_checkpoint_of_a_unit_scaled_module_without_parameters_is_loaded(tmp_path):
+    x, scaled, fresh = torch.randn(2, 4), unit_scale(WithoutParameters()), unit_scale(WithoutParameters())
+    y = scaled(x)
+    plumb.checkpoint.save(tmp_path, scaled, step=1)
+    plumb.checkpoint.load(tmp_path, fresh)
+    assert torch.equal(fresh(x), y)

@@ -17,9 +17,13 @@ ROWS = 4
 MODELS = {}
 
 
-def add(name, module, make, *inputs):
-    """`make` takes the library's module."""
-    MODELS[name] = lambda: (make(importlib.import_module(module)), tuple(x() for x in inputs), {})
+def maker(module, make, *inputs):
+    """Returns a function that makes (model, args, kwargs). `make` takes the library's module, which is imported only then."""
+    return lambda: (make(importlib.import_module(module)), tuple(x() for x in inputs), {})
+
+
+def add(name, *made_of):
+    MODELS[name] = maker(*made_of)
 
 
 def floats(*shape):

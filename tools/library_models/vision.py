@@ -10,15 +10,11 @@ import inspect
 
 import torch
 
-# A torchvision whose binary is for another build of torch: its models need none of its operators, only two names.
-if not hasattr(torch.ops.torchvision, "nms"):
-    torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import timm  # noqa: E402
-import torchvision  # noqa: E402
-import torchvision.models.feature_extraction  # noqa: E402
-import torchvision.models.optical_flow  # noqa: E402
+import torchvision_names  # noqa: F401, I001 (before torchvision)
+import timm
+import torchvision
+import torchvision.models.feature_extraction
+import torchvision.models.optical_flow
 
 ROWS = 2
 MODELS = {}

@@ -54,7 +54,9 @@ class Simulator {
   }
 
   bool run() {
+    data_ = differentiable_nodes(graph_, state_, /*detached=*/true);
     bool changed = take_recurrent_apart();
+    data_.insert(taken_apart_.begin(), taken_apart_.end());
     for (Node* node : graph_.nodes()) {
       if (!node->is_call()) continue;
       if (node->writes()) last_write_ = node;
@@ -116,6 +118,7 @@ class Simulator {
     if (node->target().ends_with(".out")) return "it writes into a given tensor";
     if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
     if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
+    if (!data_.count(node)) return "it makes a table: no floating-point input and no parameter flows into it";
     return std::nullopt;
   }
 
@@ -210,7 +213,7 @@ class Simulator {
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
   std::map<std::tuple<const Value*, int64_t, std::string>, Made> rounded_;
-  std::unordered_set<const Node*> taken_apart_;
+  std::unordered_set<const Node*> taken_apart_, data_;  // data_: what an input or a parameter flows into
 };
 
 const std::vector<PassOption> kOptions = {

@@ -138,6 +138,21 @@ TEST(SimulateFormat, LeavesOtherOperatorsAlone) {
   EXPECT_EQ(after(text, weights({{"w", {10, 8}}})), to_string(parse_graph(text)));
 }
 
+TEST(SimulateFormat, LeavesProductsThatMakeTablesAlone) {
+  Report report;
+  State state;
+  parameter(state, "w", randn_there({8, 8}));
+  state.add({"frequencies", AttrKind::Buffer, ones_there({8})});
+  const std::string text = after(R"(graph { %x: f32[8, 8] = placeholder "x" %w = get_attr "w" %f = get_attr "frequencies"
+      %places = aten::arange(8.0) %angles = aten::einsum("i, j -> i j", [%places, %f]) %t = aten::cos(%angles)
+      %y = aten::mm(%x, %w) %d = aten::detach(%y) %z = aten::mm(%d, %t) output(%z) })",
+                                 std::move(state), nearest(), &report);
+  EXPECT_THAT(text, HasSubstr("einsum(\"i, j -> i j\", [%places, %f])"));
+  EXPECT_THAT(text, HasSubstr("aten::mm(%d_fwd, %t_fwd)")) << "what an input flows into is rounded, detached or not";
+  ASSERT_NE(report.find(ReportKind::LeftAlone, "angles"), nullptr);
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "angles")->reason, HasSubstr("it makes a table"));
+}
+
 TEST(SimulateFormat, HonoursExclusionsAndChosenOperators) {
   const char* text = R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "head.weight" %v = get_attr "body.weight"
       %a = aten::linear(%x, %v) in "":"Net" "body":"Linear" %m = aten::matmul(%a, %a) %b = aten::linear(%m, %w) output(%b) })";

@@ -105,11 +105,23 @@ bool ParameterScaling::undo(const std::vector<std::string>& names, const at::Ten
       parameter.add_(scaled->before.to(parameter.options()));
     }
     remember(names, parameter);
-    for (const std::string& name : scaled->names) index_.erase(name);
-    *scaled = {};
+    forget(*scaled);
   }
   confirmed_.insert(names.begin(), names.end());
   return back;
+}
+
+bool ParameterScaling::give_back(const std::vector<std::string>& names, const at::Tensor& parameter) {
+  Scaled* scaled = find(names);
+  if (!scaled) return true;
+  if (confirmed_.count(names.at(0))) return false;
+  if (!undo(names, parameter)) forget(*scaled);
+  return true;
+}
+
+void ParameterScaling::forget(Scaled& scaled) {
+  for (const std::string& name : scaled.names) index_.erase(name);
+  scaled = {};
 }
 
 void ParameterScaling::add_to(Report& report) const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 from typing import Any, Callable, ContextManager
 
@@ -15,6 +16,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._unit_scaled import inside_function
 from .cpython import calls_go_to
+from .tensor_reads import as_given
 from .torch_patches import autocast_regions
 
 # Custom functions by number that were given a module, or a function that holds one: they compute with the weights of the module
@@ -164,8 +166,11 @@ def opaque_functions() -> ContextManager:
         slots = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         shape: list[Any] = []
         regions = autocast_regions()
+        detached = [as_given(t) is not t for t in tensors]  # which the capture alone lets require grad
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
+            inputs = [x.detach() if d else x for x, d in itertools.zip_longest(inputs, detached)]
+            detached.clear()  # later runs get inputs of their own
             it = iter(_in_place_of(inputs, held) if held else inputs)
             others = [next(it) if x is None else x[0] for x in slots]
             if computed:

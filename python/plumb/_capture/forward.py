@@ -96,6 +96,9 @@ class _Forward:
         self.left = LeftTensors([])
 
     def call(self, flat: list) -> tuple[list, str]:
+        self.state_guard.restore(warn=False)  # every call begins with the same attributes, those of verify, too
+        for change in self.start_from:
+            change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         args, kwargs = unflatten(given, self.spec)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
@@ -126,9 +129,6 @@ class _Forward:
         return changed
 
     def begin_attempt(self, tell_libraries: bool) -> None:
-        self.state_guard.restore(warn=False)
-        for change in self.start_from:
-            change.put()
         self.told_libraries = tell_libraries
 
     @contextlib.contextmanager
@@ -203,9 +203,12 @@ def capture_engine(
     refuse_modules(module, with_root=forward is None)
     request = _Forward(module, args, kwargs, forward)
     traced = functools.partial(request.traced, replace or {})
+    if verify:  # apart, as its runs go backward and may leave more in attributes than a forward does
+        with traced():
+            _C.capture(request, True, None, guard_values, control_values)
     with traced():
         engine, notes, found = _C.capture(
-            request, verify, here if calls is not None else None, guard_values, control_values
+            request, False, here if calls is not None else None, guard_values, control_values
         )
     left = request.left
     left.forget_state(engine)

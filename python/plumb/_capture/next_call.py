@@ -25,10 +25,15 @@ class Read(NamedTuple):
 
 
 def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
-    """Returns a subclass that notes the lines which read these attributes for anything but their own new value."""
+    """Returns a subclass that notes the lines which read these attributes for anything but their own new value. What a call
+    has written before it reads it is its own."""
 
     def watched(key: str, name: str) -> property:
+        first: dict[int, str] = {}  # by module, what was done first
+
         def read(self: nn.Module) -> Any:
+            if first.setdefault(id(self), "read") == "written":
+                return self.__dict__[key]
             frame = caller_of_read(sys._getframe(1))
             found = running(frame)
             if found is None or not found[0].updates_attribute(found[1], key):
@@ -36,6 +41,7 @@ def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
             return self.__dict__[key]
 
         def write(self: nn.Module, value: Any) -> None:
+            first.setdefault(id(self), "written")
             self.__dict__[key] = value
 
         return property(read, write)
