@@ -23,8 +23,15 @@ namespace fs = std::filesystem;
 
 // Does the same as python -m plumb.hf, but imports nothing from the current folder: a downloaded one may hold a
 // torch.py.
-constexpr const char* kReadFolder =
-    "import sys; sys.path[:] = [p for p in sys.path if p]; from plumb.hf.__main__ import main; sys.exit(main())";
+constexpr const char* kReadFolder = R"(
+import importlib.util, sys
+sys.path[:] = [p for p in sys.path if p]
+if importlib.util.find_spec("plumb") is None:
+    sys.exit(3)
+from plumb.hf.__main__ import main
+sys.exit(main())
+)";
+constexpr int kHasNoPlumb = 3;
 
 namespace {
 std::atomic<const char*> temporary_folder = nullptr, temporary_file = nullptr;
@@ -67,14 +74,12 @@ void import_folder(const ImportOptions& o) {
     throw UsageError("FOLDER: its name is no UTF-8", "another name");
   }
   launch.arguments = {"-c", kReadFolder, text};
-  std::string last;
-  launch.on_line = [&](int, bool is_stderr, const std::string& line) {
+  launch.on_line = [](int, bool is_stderr, const std::string& line) {
     (is_stderr ? std::cerr : std::cout) << line << std::endl;
-    if (is_stderr) last = line;
   };
   const LaunchResult result = launch_local(launch);
   if (result.exit_code() == 0) return;
-  if (last.find("No module named 'plumb") != last.npos || last.find("No module named plumb") != last.npos) {
+  if (result.exit_code() == kHasNoPlumb) {
     throw Error(ErrorKind::ExecutionFailed, "the Python '" + launch.program + "' has no plumb, which reads the folder",
                 "", "PLUMB_PYTHON=/path/to/python of the environment that plumb is installed in");
   }

@@ -78,6 +78,12 @@ TEST_F(Importing, SaysWhatIsWrong) {
   EXPECT_FALSE(fs::exists(folder() / "x.pt2"));
   setenv("PLUMB_PYTHON", "/nowhere/python", 1);
   EXPECT_NE(plumb("import llama -o x.pt2").err.find("cannot start '/nowhere/python'"), std::string::npos);
+  std::ofstream(folder() / "isolated") << "#!/bin/sh\nexec " PLUMB_TEST_PYTHON " -S -E \"$@\"\n";
+  fs::permissions(folder() / "isolated", fs::perms::owner_all);
+  setenv("PLUMB_PYTHON", (folder() / "isolated").c_str(), 1);
+  const std::string without = plumb("import llama -o x.pt2").err;
+  EXPECT_NE(without.find("has no plumb, which reads the folder"), std::string::npos) << without;
+  EXPECT_EQ(without.find("Traceback"), std::string::npos) << without;
 }
 
 TEST_F(Importing, LeavesNoTemporaryFolderWhenAPlanIsInterrupted) {

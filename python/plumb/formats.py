@@ -106,9 +106,7 @@ class FPFormat:
         return self._facts["min_absolute_subnormal"]
 
     def __str__(self) -> str:
-        kind = {"stochastic": "SR", "nearest": "RN", "toward_zero": "RZ"}[self.rounding]
-        ending = self._facts["text"].rpartition("-")[2]
-        return f"{self._facts['name']}-{kind}" + (f"-{ending}" if ending in ("sat", "inf") else "")
+        return self.spec
 
     def quantise(self, x: Tensor, seed: Optional[int] = None, dim: int = -1) -> Tensor:
         """`x` rounded to the format's values, in a tensor of its own dtype, outside of autograd.

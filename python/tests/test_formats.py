@@ -25,7 +25,7 @@ def test_the_plain_family_and_the_standard_formats_differ():
 
 @pytest.mark.parametrize("text", ["E4M3-SR", "E4M3-SR8", "e5m2-RN", "fp16-RZ", "e2m1fn-RN"])
 def test_text_there_and_back(text):
-    assert FPFormat.parse(text).spec == text
+    assert FPFormat.parse(text).spec == text == str(FPFormat.parse(text))
 
 
 def test_what_lies_beyond_the_range_is_what_the_text_says():

@@ -19,7 +19,7 @@ import importlib
 
 import torch
 import torchvision_names  # noqa: F401 (before what imports torchvision)
-from assorted import ROWS, First, LogProb, floats, maker, words
+from assorted import ROWS, First, floats, maker, words
 from torch import nn
 
 

@@ -8,13 +8,12 @@ import functools
 import importlib
 import inspect
 
-import torch
-
-import torchvision_names  # noqa: F401, I001 (before torchvision)
 import timm
+import torch
 import torchvision
 import torchvision.models.feature_extraction
 import torchvision.models.optical_flow
+import torchvision_names  # noqa: F401, I001 (before torchvision)
 
 ROWS = 2
 MODELS = {}

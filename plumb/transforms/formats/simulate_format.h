@@ -4,10 +4,10 @@
 //
 //   auto fp8 = plumb::simulate_fp8(plumb::unit_scale(module));
 //
-// Tables stay as they are: products into which no floating-point input and no parameter flows (positions by frequencies).
-// A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them: "E4M3",
-// "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Blocks that share a scale ("mxfp8", "nvfp4") run along
-// the dimension that the product sums over; gradients' along the features (channels) of the output.
+// Tables stay as they are: products into which no floating-point input and no parameter flows (positions by
+// frequencies). A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them:
+// "E4M3", "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Blocks that share a scale ("mxfp8", "nvfp4") run
+// along the dimension that the product sums over; gradients' along the features (channels) of the output.
 #pragma once
 
 #include <memory>

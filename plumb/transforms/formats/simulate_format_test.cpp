@@ -143,10 +143,11 @@ TEST(SimulateFormat, LeavesProductsThatMakeTablesAlone) {
   State state;
   parameter(state, "w", randn_there({8, 8}));
   state.add({"frequencies", AttrKind::Buffer, ones_there({8})});
-  const std::string text = after(R"(graph { %x: f32[8, 8] = placeholder "x" %w = get_attr "w" %f = get_attr "frequencies"
+  const std::string text =
+      after(R"(graph { %x: f32[8, 8] = placeholder "x" %w = get_attr "w" %f = get_attr "frequencies"
       %places = aten::arange(8.0) %angles = aten::einsum("i, j -> i j", [%places, %f]) %t = aten::cos(%angles)
       %y = aten::mm(%x, %w) %d = aten::detach(%y) %z = aten::mm(%d, %t) output(%z) })",
-                                 std::move(state), nearest(), &report);
+            std::move(state), nearest(), &report);
   EXPECT_THAT(text, HasSubstr("einsum(\"i, j -> i j\", [%places, %f])"));
   EXPECT_THAT(text, HasSubstr("aten::mm(%d_fwd, %t_fwd)")) << "what an input flows into is rounded, detached or not";
   ASSERT_NE(report.find(ReportKind::LeftAlone, "angles"), nullptr);

@@ -48,8 +48,8 @@ class ParameterScaling {
   // Restores a parameter's own values, unless a graph has confirmed it or somebody has changed it since propose().
   // Returns whether it did.
   bool undo(const std::vector<std::string>& names, const at::Tensor& parameter);
-  // Restores a parameter's own values for what no graph shows; values that somebody has put there since propose() are its
-  // own. Returns false if a graph has confirmed it.
+  // Restores a parameter's own values for what no graph shows; values that somebody has put there since propose() are
+  // its own. Returns false if a graph has confirmed it.
   bool give_back(const std::vector<std::string>& names, const at::Tensor& parameter);
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;

@@ -263,7 +263,8 @@ struct Rows {
 
 std::optional<Rows> part_named(const std::string& text) {
   const size_t open = text.rfind('['), colon = text.rfind(':');
-  if (open == std::string::npos || open == 0 || colon == std::string::npos || colon < open || text.back() != ']') return {};
+  if (open == std::string::npos || open == 0 || colon == std::string::npos || colon < open || text.back() != ']')
+    return {};
   Rows rows{text.substr(0, open)};
   const auto read = [&](size_t from, size_t to, int64_t& number) {
     const auto [end, error] = std::from_chars(text.data() + from, text.data() + to, number);

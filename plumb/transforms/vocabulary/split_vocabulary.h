@@ -26,8 +26,8 @@ namespace plumb {
 // parts.
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts);
 
-// Returns a state in which the rows of each parameter are one tensor again, under its name. Throws Error(InvalidArgument)
-// where rows are missing between others.
+// Returns a state in which the rows of each parameter are one tensor again, under its name. Throws
+// Error(InvalidArgument) where rows are missing between others.
 State join_vocabulary(const State& state);
 
 }  // namespace plumb
