@@ -61,7 +61,8 @@ def _tensors(model: Model) -> dict[str, Tensor]:
                 raise Error(
                     f"'{name}' of the model's state_dict is a {type(value).__name__}, no tensor",
                     kind=ErrorKind.Unsupported,
-                    remedy="keep it in state=..., which is JSON",
+                    remedy="keep it in state=..., which is JSON, and give the tensors: {name: t for name, t in "
+                    "model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}",
                 )
             if hasattr(value, "full_tensor"):
                 raise Error(
@@ -260,10 +261,13 @@ def save(
     """Writes the checkpoint of a step into the run's folder and returns its own folder; see :class:`Writer`. Raises
     :class:`plumb.Error` if it could not be written."""
     writer = Writer(folder, keep_last=keep_last, background=False, group=group, timeout=timeout)
-    writer.save(model, optimizer, step=step, state=state)
-    if problem := writer.problem():
-        raise Error(problem, kind=ErrorKind.CannotWrite)
-    return writer.reports()[-1]["folder"]
+    try:
+        writer.save(model, optimizer, step=step, state=state)
+        if problem := writer.problem():
+            raise Error(problem, kind=ErrorKind.CannotWrite)
+        return writer.reports()[-1]["folder"]
+    finally:
+        del writer._writer  # which holds the folder's lock: a notebook keeps the frames of the last error
 
 
 def newest(folder: str | os.PathLike) -> tuple[Checkpoint | None, list[str]]:

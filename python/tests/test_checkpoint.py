@@ -325,3 +325,25 @@ def test_transformers_read_the_folder(tmp_path):
     again, info = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_equal_state(model, again)
+
+
+def test_what_is_no_tensor_of_a_state_dict_is_named_and_the_remedy_holds(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def state_dict(self, *args, **kwargs):
+            return super().state_dict(*args, **kwargs) | {"settings": {"width": 4}}
+
+    net, other = Net(), Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    net.layer(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(plumb.Error, match="'settings' of the model's state_dict is a dict, no tensor") as refused:
+        plumb.checkpoint.save(tmp_path, net, optimizer, step=1)
+    expression = refused.value.remedy.partition("give the tensors: ")[2]
+    tensors = [eval(expression, {"torch": torch, "model": model}) for model in (net, other)]
+    plumb.checkpoint.save(tmp_path, tensors[0], optimizer, step=1)
+    plumb.checkpoint.load(tmp_path, tensors[1], torch.optim.Adam(other.parameters()))
+    assert torch.equal(other.layer.weight, net.layer.weight)
