@@ -1,11 +1,13 @@
 // plumb import: a folder of transformers as a .pt2 file without its weights.
 #include "plumb/cli/import.h"
 
+#include <signal.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
@@ -40,19 +42,28 @@ std::atomic<const char*> temporary_folder = nullptr, temporary_file = nullptr;
 TemporaryFile::TemporaryFile(const std::string& name) {
   std::error_code error;
   folder_ = (fs::temp_directory_path(error) / "plumb-XXXXXX").string();
-  if (error || ::mkdtemp(folder_.data()) == nullptr) {
-    throw Error(ErrorKind::CannotWrite, "no temporary folder can be made: " + std::string(std::strerror(errno)), "",
+  // A signal that came between the folder and its name here would leave the folder behind.
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, &before);
+  const bool made = !error && ::mkdtemp(folder_.data()) != nullptr;
+  const int why = errno;
+  path_ = folder_ + "/" + name;
+  if (made) {
+    temporary_file = path_.c_str();
+    temporary_folder = folder_.c_str();
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!made) {
+    throw Error(ErrorKind::CannotWrite, "no temporary folder can be made: " + std::string(std::strerror(why)), "",
                 "set TMPDIR to a folder that can be written");
   }
-  path_ = folder_ + "/" + name;
-  temporary_file = path_.c_str();
-  temporary_folder = folder_.c_str();
 }
 
 TemporaryFile::~TemporaryFile() {
-  temporary_folder = temporary_file = nullptr;
   std::error_code ignored;
   fs::remove_all(folder_, ignored);
+  temporary_folder = temporary_file = nullptr;
 }
 
 void TemporaryFile::remove() noexcept {
