@@ -8,12 +8,14 @@ import functools
 import importlib
 import inspect
 
+import torchvision_names  # noqa: F401 (before what imports torchvision)
+
+# isort: split
 import timm
 import torch
 import torchvision
 import torchvision.models.feature_extraction
 import torchvision.models.optical_flow
-import torchvision_names  # noqa: F401, I001 (before torchvision)
 
 ROWS = 2
 MODELS = {}

@@ -35,6 +35,7 @@ _FUNCTIONS = (
     types.BuiltinMethodType,
     functools.partial,
 )
+_VALUES = (*PLAIN, list, tuple, dict, set, np.ndarray)  # that a guard holds as they are
 _LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (
     frozenset(sys.stdlib_module_names) - {"types", "argparse", "__main__"}
 )
@@ -191,7 +192,7 @@ class _Resolver:
         elif computed:  # by code of the class, or a slot
             with contextlib.suppress(Exception):
                 value = getattr(owner, key)
-                if isinstance(value, (*PLAIN, list, tuple, dict, set, np.ndarray)):
+                if isinstance(value, _VALUES):
                     self.value(ATTRIBUTE, owner, key, value, name)
         else:
             self._of_class(owner, own, key, found, name)
@@ -209,7 +210,7 @@ class _Resolver:
     def members(self, value: Any, name: str) -> None:
         """All attributes of a thing whose reads cannot be noted."""
         for key, part in list(vars(value).items())[:_MEMBERS]:
-            if isinstance(part, (*PLAIN, list, tuple, dict, set, np.ndarray)) and not key.startswith("__"):
+            if isinstance(part, _VALUES) and not key.startswith("__"):
                 if isinstance(value, type):
                     self.value(ATTRIBUTE, value, key, part, f"{name}.{key}")
                 else:
