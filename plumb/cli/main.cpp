@@ -135,7 +135,7 @@ int main(int argc, char** argv) {
   handle_signals();
   plumb::keep_freed_memory();
   const int code = run_to_the_end(argc, argv);
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef PLUMB_SANITIZED  // by any compiler
   return code;  // sanitizers report at the end of the process
 #else
   // Torch takes its tables of operators apart for 0.1 s when a process ends, a quarter of a short command.
