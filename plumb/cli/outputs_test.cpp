@@ -238,8 +238,8 @@ TEST_F(Outputs, NameAStepThatAHistoryDoesNotHave) {
 }
 
 TEST_F(Outputs, AreReadFromRegularFilesAlone) {
-  ASSERT_EQ(shell("mkfifo in.txt in.pt2 in.bin").code, 0);
-  for (const char* arguments : {"show in.txt", "show in.pt2", "show /dev/zero", "train lm.pt2 --data in.bin"}) {
+  ASSERT_EQ(shell("mkfifo fifo.txt fifo.pt2 fifo.bin").code, 0);  // other tests of this folder have an in.pt2
+  for (const char* arguments : {"show fifo.txt", "show fifo.pt2", "show /dev/zero", "train lm.pt2 --data fifo.bin"}) {
     const Ended run = shell(std::string("timeout 60 " PLUMB_COMMAND " ") + arguments);
     EXPECT_EQ(run.code, 1) << arguments << "\n" << run.err;
     EXPECT_NE(run.err.find("not a regular file"), std::string::npos) << run.err;
