@@ -3,6 +3,7 @@
 "testdevice" is tests/device/test_device.cpp. Every process of a test that uses a device calls use() first.
 """
 
+import atexit
 import contextlib
 import os
 import types
@@ -45,6 +46,7 @@ def _load_testdevice():
     module.synchronize = lambda device=None: None
     torch._register_device_module("testdevice", module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    atexit.register(ops.finish_backward)
 
 
 def use():
