@@ -123,7 +123,7 @@ bool Guards::guard_check(const RecordedArg& condition, const at::Tensor& tensor)
   const bool answer = at::is_nonzero(tensor);
   if (!recorder_.request.is_check()) return false;
   guard("plumb::guard_check", {condition}, {answer, recorder_.where()},
-        std::string("a check of a value answered ") + (answer ? "true" : "false") +
+        std::string("a check of a value was ") + (answer ? "true" : "false") +
             " at capture: the graph checks that it still does");
   return true;
 }
@@ -223,7 +223,7 @@ void Guards::guard_equal(const std::vector<RecordedArg>& args, const torch::jit:
   attempt_.need_values();
   const bool expected = at::equal(a, b);
   guard("plumb::guard_equal", {args[0], args[1]}, {expected},
-        std::string("aten::equal answered ") + (expected ? "true" : "false") +
+        std::string("aten::equal returned ") + (expected ? "true" : "false") +
             " at capture: the graph checks that it still does");
 }
 

@@ -89,7 +89,7 @@ Loaded load_with_values(const std::string& path, const std::string& weights) {
 
 void add_weights_option(CLI::App* sub, std::string& weights) {
   sub->add_option("--weights", weights,
-                  "Of a program that plumb import made: the folder with its safetensors (default: the folder that was "
+                  "The folder with the safetensors of a program that plumb import made (default: the folder that was "
                   "imported)");
 }
 

@@ -109,7 +109,7 @@ void add_diff(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("diff", "Names the first tensor in which two runs differ");
   sub->add_option("A", o->a, "A history with hashes, a checkpoint's folder, or a .pt2 file")->required();
   sub->add_option("B", o->b, "Another one of the same kind")->required();
-  sub->add_option("--input", o->inputs, "Of two .pt2 files: as for plumb run");
+  sub->add_option("--input", o->inputs, "Input of two .pt2 files, as for plumb run");
   sub->add_option("--device", o->device, "Where the second .pt2 file runs");
   sub->add_option("--tolerance", o->tolerance, "Relative differences up to this one count as none, between .pt2 files")
       ->check(CLI::NonNegativeNumber);

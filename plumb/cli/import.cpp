@@ -107,7 +107,7 @@ void add_import(CLI::App& app) {
   sub->add_option("--batch", o->batch, "Rows of the inputs")->check(whole_number(1, 1 << 20))->capture_default_str();
   sub->add_option("--length", o->length, "Tokens of a row (default: the config's longest, at most 2048)")
       ->check(whole_number(1, 1 << 24));
-  sub->add_option("--dtype", o->dtype, "Of the weights: auto (the config's), float32, bfloat16 or float16")
+  sub->add_option("--dtype", o->dtype, "Type of the weights: auto (the config's), float32, bfloat16 or float16")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}))
       ->capture_default_str();
   sub->add_flag_callback("--eval", [o] { o->training = false; }, "For inference: without dropout and the like");

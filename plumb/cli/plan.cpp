@@ -320,7 +320,7 @@ void add_plan(CLI::App& app) {
   sub->add_option("--microbatches", o->microbatches, "Parts of a batch (default: twice the ranks)")
       ->check(whole_number(1));
   sub->add_option("--memory-limit,--memory", o->memory,
-                  "Of a rank, with AdamW: 800MiB; with --costs: microbatches of a whole rank");
+                  "Memory of a rank, AdamW's state included: 800MiB; with --costs: microbatches of a whole rank");
   sub->add_option("--held-for-weight", o->held,
                   "With --costs: the share of a microbatch's memory that waits for the weight half")
       ->check(number_within(0, 1));
@@ -348,9 +348,9 @@ void add_plan(CLI::App& app) {
                   "For estimates: operations a second, bytes a second of a rank's memory, and between ranks: --machine "
                   "4e14,2e12,5e10")
       ->delimiter(',');
-  sub->add_option("--batch", o->batch, "Of a folder's model: rows of a microbatch")->check(whole_number(1, 1 << 20));
+  sub->add_option("--batch", o->batch, "Rows of a microbatch, for a folder's model")->check(whole_number(1, 1 << 20));
   sub->add_option("--length", o->length,
-                  "Of a folder's model: tokens of a row (default: the config's longest, at most 2048)")
+                  "Tokens of a row, for a folder's model (default: the config's longest, at most 2048)")
       ->check(whole_number(1, 1 << 24));
   sub->add_option("--threads", o->threads, "Threads to measure with")->check(whole_number(1));
   sub->add_option("--svg", o->svg, "Draw the time line of the one taken");

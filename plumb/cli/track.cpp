@@ -144,7 +144,7 @@ void add_track(CLI::App& app) {
                   "Show a recorded training, FILE or NAME=FILE, instead of running FILE");
   sub->add_option("--compare", o->history.compare, "Further histories, FILE or NAME=FILE, side by side; up to seven")
       ->allow_extra_args(false);
-  sub->add_option("--step", o->history.step, "Of a history: the step of --svg and of the table (the last)")
+  sub->add_option("--step", o->history.step, "The step of a history that --svg and the table show (the last)")
       ->check(whole_number(1, std::numeric_limits<int64_t>::max()));
   sub->add_option("-o,--out", o->history.out, "Write to a file instead of stdout");
   sub->add_flag("--json", o->history.json, "Print as JSON");

@@ -61,10 +61,10 @@ bool run_checked(const std::string& name, const std::function<bool()>& run, Grap
   if (!check) return changed;
   const bool differs = fingerprint(module) != before;
   if (differs && !changed) {
-    throw Error(ErrorKind::Internal, "pass " + name + " answered 'unchanged' but the module changed");
+    throw Error(ErrorKind::Internal, "pass " + name + " returned 'unchanged' but the module changed");
   }
   if (!differs && changed) {
-    throw Error(ErrorKind::Internal, "pass " + name + " answered 'changed' but the module is as before");
+    throw Error(ErrorKind::Internal, "pass " + name + " returned 'changed' but the module is as before");
   }
   return changed;
 }

@@ -90,7 +90,7 @@ TEST(RunChecked, AGraphThatIsBrokenAfterwardsNamesThePass) {
   EXPECT_THAT(message_and_remedy([&] { run_checked("says_no", [&] { return broken(), false; }, m, true); }),
               HasSubstr("says_no"));
   EXPECT_THAT(message_and_remedy([&] { run_checked("says_yes", [] { return true; }, m, true); }),
-              HasSubstr("pass says_yes answered 'changed' but the module is as before"));
+              HasSubstr("pass says_yes returned 'changed' but the module is as before"));
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // bits. A room that has them registers them; tensors of that kind then come here first.
 //
 // Tensors are on the device, of float32, float16 or bfloat16 (others never come), have elements, and those of one call
-// are dense in the same order. A function answers false where it cannot; nothing is written then. None waits.
+// are dense in the same order. Each returns false and writes nothing where it cannot. None waits.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -43,14 +43,14 @@ TrainField list(std::string name, TrainField::Member member, std::string help, b
 std::vector<TrainField> data_fields() {
   return {
       {"weights", &O::weights,
-       "Of a program that plumb import made: the folder with its safetensors, of which each rank reads what its stages "
-       "hold (default: the folder that was imported)"},
+       "The folder with the safetensors of a program that plumb import made; each rank reads what its stages hold "
+       "(default: the folder that was imported)"},
       {"data", &O::data,
        "Tokens: raw ones (every other name), a .npy or .safetensors of one whole-number tensor, or a folder of such "
        "files; or a .pt, .npy or .safetensors of the inputs, one row a sample (several: by name, or a list or tuple). "
        "Rows, or windows of tokens, are drawn without repetition until all have been"},
-      {"data-pattern", &O::data_pattern, "Of a folder's files, by their path in it: '*.py'"},
-      field("token-type", &O::token_type, "Of raw tokens: u8, u16 or i32", Choices{"u8", "u16", "i32"}, kSameRun),
+      {"data-pattern", &O::data_pattern, "Files of a folder to read, by their path in it: '*.py'"},
+      field("token-type", &O::token_type, "Type of raw tokens: u8, u16 or i32", Choices{"u8", "u16", "i32"}, kSameRun),
       {"targets", &O::targets,
        "A .pt, .npy or .safetensors, one row a sample (default: the tensor 'targets' of a .safetensors given as "
        "--data); tokens are their own targets"},
@@ -72,16 +72,16 @@ std::vector<TrainField> optimizer_fields() {
             "adamw, adam or sgd; with u-muP's learning rates for a file whose parameters are tagged",
             Choices{"adamw", "adam", "sgd"}, kSameRun),
       field("lr", &O::lr, "Learning rate", positive_number, kSameRun),
-      field("beta1", &O::beta1, "Of adamw and adam: the decay of the mean of gradients", number_within(0, 0.9999999),
+      field("beta1", &O::beta1, "adamw and adam: decay of the mean of gradients", number_within(0, 0.9999999),
             kSameRun),
-      field("beta2", &O::beta2, "Of adamw and adam: the decay of the mean of their squares",
-            number_within(0, 0.9999999), kSameRun),
-      field("eps", &O::eps, "Of adamw and adam: added to the root", not_negative, kSameRun),
+      field("beta2", &O::beta2, "adamw and adam: decay of the mean of squared gradients", number_within(0, 0.9999999),
+            kSameRun),
+      field("eps", &O::eps, "adamw and adam: added to the root", not_negative, kSameRun),
       field("weight-decay", &O::weight_decay,
             "Not given: 0.01 for adamw, else 0; 0 for tagged files, where it does not depend on the learning rate",
             not_negative, kSameRun),
-      field("momentum", &O::momentum, "Of sgd", share, kSameRun),
-      field("nesterov", &O::nesterov, "Of sgd: Nesterov's momentum", kAnything, kSameRun),
+      field("momentum", &O::momentum, "sgd: its momentum", share, kSameRun),
+      field("nesterov", &O::nesterov, "sgd: Nesterov's momentum", kAnything, kSameRun),
       field("group", &O::groups,
             "'PATTERN: weight_decay=0, lr=0.1x': other values for the parameters whose names fit (* and ?); x is times "
             "--lr. As often as wanted, the first that fits counts",
@@ -92,7 +92,8 @@ std::vector<TrainField> optimizer_fields() {
             "linear in the last --decay-steps)",
             Choices{"constant", "linear", "cosine", "wsd"}, kSameRun),
       field("warmup", &O::warmup, "Steps in which the rate grows from 0", whole_number(0), kSameRun),
-      field("decay-steps", &O::decay_steps, "Of --rate wsd; 0: a fifth of the steps", whole_number(0), kSameRun),
+      field("decay-steps", &O::decay_steps,
+            "--rate wsd: steps at the end in which the rate falls; 0: a fifth of the steps", whole_number(0), kSameRun),
       field("final-rate", &O::final_rate, "The share of --lr that the rate falls to", share, kSameRun),
   };
 }
@@ -123,7 +124,7 @@ std::vector<TrainField> step_fields() {
             "The verdict is measured in so many steps, half of them behind --warmup", whole_number(1, 1000)),
       {"verdict-page", &O::verdict_page, "An HTML page of the verdict"},
       {"verdict-recipe", &O::verdict_recipe, "A file of the recipe that the verdict ends with, for --formats"},
-      field("seed", &O::seed, "Of the order of samples, and of dropout", whole_number(kLeast, kMost), kSameRun),
+      field("seed", &O::seed, "Seed of the order of samples and of dropout", whole_number(kLeast, kMost), kSameRun),
       {"eval-data", &O::eval_data, "Held-out data, of the kind of --data: its loss at the end, and every --eval-every"},
       {"eval-targets", &O::eval_targets, "The targets of --eval-data"},
       field("eval-every", &O::eval_every, "Evaluate each time so many steps are done; 0: at the end only",
@@ -167,7 +168,8 @@ std::vector<TrainField> layout_fields() {
       {"device", &O::device,
        "cpu, cuda, ...: where stages compute; each process of a host has the device of its own number there"},
       field("threads", &O::threads,
-            "Of each process (0: the cores shared out). With the same number losses are equal bit for bit whatever the "
+            "Threads of each process (0: the cores shared out). With the same number losses are equal bit for bit "
+            "whatever the "
             "stages, but for weights tied across stages (gradients are summed in another order, or --transmit)",
             whole_number(0, 1024)),
   };
@@ -201,8 +203,7 @@ std::vector<TrainField> checkpoint_fields() {
             "Under torchrun with --max-restarts, where there is one pipeline: send the state of every so many steps to "
             "another host, beside the steps, so that a lost host loses so many at most; 0: none",
             whole_number(0, 1000000)),
-      field("patience", &O::patience, "Seconds that a rank which does not answer is waited for",
-            whole_number(1, 86400)),
+      field("patience", &O::patience, "Seconds to wait for a rank that does not respond", whole_number(1, 86400)),
       {"audit", &O::audit,
        "Find ranks whose memory or arithmetic is wrong, and make up for them as for lost ones (--max-restarts): the "
        "state's hash after an update is that before the next, and each step a stage's microbatch runs again on another "
