@@ -52,7 +52,7 @@ REMEDIES = [  # model, rate, batch, recipe
     ("gpt", 0.003, 64, "fp8"),
     ("gpt", 0.003, 64, "mxfp4"),
     ("gpt", 0.003, 16, "mxfp4"),
-    ("gpt", 0.003, 16, "e3m2"),
+    ("gpt", 0.003, 16, "E3M2"),
     ("convnet", 0.003, 16, "mxfp4"),
     ("convnet", 0.01, 64, "mxfp4"),
     ("convnet", 0.01, 64, "mxfp4-SR/mxfp4-SR"),

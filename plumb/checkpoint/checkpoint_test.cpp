@@ -156,9 +156,11 @@ TEST_F(Checkpoints, OfDeadRunsThatAreUnfinishedAreRemoved) {
 
 TEST_F(Checkpoints, OfTwoLiveRunsDoNotMix) {
   CheckpointWriter writer(folder_, 0, 1, "r");
-  const Error error = error_of([&] { CheckpointWriter(folder_, 0, 1, "r2"); });
-  EXPECT_EQ(error.kind(), ErrorKind::InvalidState);
-  EXPECT_THAT(error.what(), HasSubstr("another run"));
+  const auto refused = [&] { return error_of([&] { CheckpointWriter(folder_, 0, 1, "r2"); }); };
+  EXPECT_EQ(refused().kind(), ErrorKind::InvalidState);
+  EXPECT_THAT(refused().what(), HasSubstr("another writer of this process"));
+  spill(folder_ / ".checkpoints.lock", "1");  // as the lock of another process
+  EXPECT_THAT(refused().what(), HasSubstr("another run"));
 }
 
 TEST_F(Checkpoints, AreRefusedWithArgumentsThatCannotBeKept) {

@@ -7,6 +7,8 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <new>
@@ -45,12 +47,19 @@ int lock_run(const std::string& folder) {
   if (file < 0)
     throw Error(ErrorKind::CannotWrite, path + ": cannot be written: " + std::strerror(errno), "",
                 system_remedy(errno, "name a folder for checkpoints that can be written and has room"));
-  if (::flock(file, LOCK_EX | LOCK_NB) == 0) return file;
+  if (::flock(file, LOCK_EX | LOCK_NB) == 0) {
+    if (::ftruncate(file, 0) == 0) ::dprintf(file, "%d", ::getpid());
+    return file;
+  }
   const int reason = errno;
+  char holder[16] = {};
+  const bool own = ::read(file, holder, sizeof(holder) - 1) > 0 && std::atoi(holder) == ::getpid();
   ::close(file);
   if (reason != EWOULDBLOCK) return -1;
-  throw Error(ErrorKind::InvalidState, folder + ": another run writes its checkpoints there", "",
-              "end that run, or name another folder");
+  throw Error(ErrorKind::InvalidState,
+              folder + (own ? ": another writer of this process writes its checkpoints there"
+                            : ": another run writes its checkpoints there"),
+              "", own ? "close that writer, or name another folder" : "end that run, or name another folder");
 }
 
 NamedTensors copies(const NamedTensors& tensors) {

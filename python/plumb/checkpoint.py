@@ -162,6 +162,9 @@ class Writer:
     With a process group (`group`, or the default one if there is one) every rank makes a writer and saves its part: its
     stages and its optimizer. A tensor that several ranks have is written by the first of them.
 
+    No other writer may use the folder until this one is closed: by :meth:`close`, at the end of a ``with`` block, or
+    when nothing refers to it any more.
+
     Args:
         folder: the run's; all ranks see the same.
         keep_last, keep_every: number of the newest that are kept (0: all), and those of steps that `keep_every` divides.
@@ -186,7 +189,7 @@ class Writer:
         self._size = dist.get_world_size(group) if self._together else 1
         # In order: rank 0 removes what dead runs have left before any rank saves.
         run = self._gather(uuid.uuid4().hex)[0]
-        self._writer = _C.CheckpointWriter(
+        self._writer: Any = _C.CheckpointWriter(
             os.fspath(folder), self._rank, self._size, run, keep_last, keep_every, background, timeout
         )
         self._gather(None)
@@ -204,6 +207,7 @@ class Writer:
         parameters, and `state`: anything that JSON holds; that of rank 0 counts. All ranks call it.
 
         What befalls files and other ranks does not raise: see :meth:`problem`."""
+        self._open()  # refuses before anything is gathered; no local name, which a traceback would keep
         tensors = _tensors(model)
         own: list[tuple[str, Tensor]] = []
         about: dict[str, Any] = {"groups": [], "values": {}}
@@ -226,7 +230,7 @@ class Writer:
             raise Error(
                 f"the state cannot be kept as JSON: {error}", remedy="keep numbers, texts, lists and dicts"
             ) from None
-        self._writer.save(
+        self._open().save(
             step,
             [(name, tensor) for name, tensor in tensors.items() if name not in others[0]],
             [(name, tensor) for name, tensor in own if name not in others[1]],
@@ -235,16 +239,33 @@ class Writer:
         )
 
     def wait(self) -> None:
-        """Until the last save is done on all ranks."""
-        self._writer.wait()
+        """Returns when the last save is done on all ranks."""
+        self._open().wait()
 
     def problem(self) -> str | None:
         """Returns the error of the last finished save, None if it succeeded. The next save is tried all the same."""
-        return self._writer.problem()
+        return self._open().problem()
 
     def reports(self) -> list[dict[str, Any]]:
         """Returns the saves since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
-        return self._writer.take_reports()
+        return self._open().take_reports()
+
+    def close(self) -> None:
+        """Waits for the last save. Another writer may use the folder then, and this one no more."""
+        if self._writer is not None:
+            self._writer.wait()
+        self._writer = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            raise Error("this writer is closed", kind=ErrorKind.InvalidState, remedy="make another Writer")
+        return self._writer
 
 
 def save(
@@ -260,14 +281,11 @@ def save(
 ) -> str:
     """Writes the checkpoint of a step into the run's folder and returns its own folder; see :class:`Writer`. Raises
     :class:`plumb.Error` if it could not be written."""
-    writer = Writer(folder, keep_last=keep_last, background=False, group=group, timeout=timeout)
-    try:
+    with Writer(folder, keep_last=keep_last, background=False, group=group, timeout=timeout) as writer:
         writer.save(model, optimizer, step=step, state=state)
         if problem := writer.problem():
             raise Error(problem, kind=ErrorKind.CannotWrite)
         return writer.reports()[-1]["folder"]
-    finally:
-        del writer._writer  # which holds the folder's lock: a notebook keeps the frames of the last error
 
 
 def newest(folder: str | os.PathLike) -> tuple[Checkpoint | None, list[str]]:

@@ -96,6 +96,20 @@ def test_saves_in_the_background_are_copies_and_the_last_are_kept(tmp_path):
         assert (net[0].weight == step).all()
 
 
+def test_a_folder_has_one_writer_until_it_is_closed(tmp_path):
+    net = make_net()
+    with plumb.checkpoint.Writer(tmp_path) as writer:
+        writer.save(net, step=1)
+        with pytest.raises(plumb.Error, match="another writer of this process") as error:
+            plumb.checkpoint.Writer(tmp_path)
+        assert "close that writer" in error.value.remedy
+    assert plumb.checkpoint.newest(tmp_path)[0].step == 1
+    writer.close()  # once more: nothing
+    with pytest.raises(plumb.Error, match="this writer is closed"):
+        writer.save(net, step=2)
+    plumb.checkpoint.Writer(tmp_path).save(net, step=2)
+
+
 def test_an_altered_checkpoint_is_named_and_the_one_before_used(tmp_path):
     net = make_net()
     for step in (1, 2):
