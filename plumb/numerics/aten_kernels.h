@@ -9,11 +9,21 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <limits>
+
 #include "plumb/numerics/format.h"
 #include "plumb/numerics/kernels.h"
 #include "plumb/numerics/metrics.h"
 
 namespace plumb::aten_kernels {
+
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
+inline constexpr int64_t kFields = 10;  // of kernel::Partial, without its histogram
+
+// Returns x, or a copy whose memory is in the order that results have.
+at::Tensor in_memory_order(const at::Tensor& x);
 
 // The numbers that values 0 to n - 1 of a tensor are rounded with, in 0..2^32-1: int64 [n] (kernel_base.h says which).
 at::Tensor random_words(int64_t n, uint64_t seed, at::Device device);
@@ -47,8 +57,8 @@ Blocks round_blocks(const at::Tensor& x, const FPFormat& format, uint64_t seed, 
 // 2^exponent for exponents from -127 to 127, int32, as float32 or float64.
 at::Tensor power_of_two(const at::Tensor& exponent, at::ScalarType dtype);
 
-// Returns kernel::Partial's fields for x: float64 [10], in order, or [10 + 256] with the histogram. Counts, largest
-// and smallest are the CPU's; sums are taken in float64, in the device's order.
+// Returns kernel::Partial's fields for x: float64 [kFields], in order, or [kFields + 256] with the histogram. Counts,
+// largest and smallest are the CPU's; sums are taken in float64, in the device's order.
 at::Tensor gather_metrics(const at::Tensor& x, bool histogram);
 // Merges what gather_metrics() gave, on the CPU by now.
 void merge_gathered(kernel::Partial& into, const at::Tensor& gathered);
