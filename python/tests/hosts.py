@@ -203,7 +203,7 @@ class Training:
         found = [(when, event) for when, event in self.events() if when > since and "resumed" in event]
         return found[0] if found and self.count_steps(found[-1][0]) else None
 
-    def wait_for(self, done, seconds=240):
+    def wait_for(self, done, seconds=400):  # beyond the 300 s that agents wait for one that was lost as they met
         """Returns what done() does once it is true; None if the training has ended before."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -40,8 +40,9 @@ int started_here() {
 }  // namespace
 
 at::Tensor byte_buffer(std::int64_t bytes) {
-  const auto accelerator = at::getAccelerator();
-  if (accelerator && at::globalContext().getAcceleratorHooksInterface(accelerator).hasPrimaryContext(0)) {
+  const auto accelerator = at::getAccelerator();  // torch's build has one; the machine may have none
+  const auto* hooks = accelerator ? &at::globalContext().getAcceleratorHooksInterface(accelerator) : nullptr;
+  if (hooks && hooks->deviceCount() > 0 && hooks->hasPrimaryContext(0)) {
     try {
       return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
     } catch (const std::exception&) {
