@@ -3,12 +3,14 @@ over batch sizes, and writes the tables and curves of docs/training.md.
 
     python examples/training_comparison.py [--models gpt convnet] [--runs fp32 fp8 ...] [--out docs/data/training] [--verdict]
     python examples/training_comparison.py --remedies
+    python examples/training_comparison.py --others
 
 Formats are simulated in the inputs of every matrix product and convolution, forward and backward (``simulate_format``);
 sums, norms, losses and the optimizer's weights stay in float32, as on hardware with such units. Results are kept in
 OUT/results.json run by run: what is there already is not run again, so an interrupted comparison goes on. With
 ``--verdict``, plumb.verdict judges every run from four of its steps in full precision (OUT/verdicts.json), and the tables
-have its class behind each loss. ``--remedies`` trains runs that fail once more with the recipe that the verdict recommends.
+have its class behind each loss. ``--remedies`` trains runs that fail once more with the recipe that the verdict recommends. ``--others`` judges and trains
+models and formats that the verdict's rule was not made with (OUT/others.json).
 """
 
 import argparse
@@ -61,7 +63,16 @@ REMEDIES = [  # model, rate, batch, recipe
     ("mlp", 0.003, 64, "mxfp4"),
     ("gru", 0.01, 16, "mxfp4"),
 ]
-STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160}
+OTHERS = {  # rates and batches of models that the rule was not made with
+    "mlp": [(0.001, 16), (0.003, 64), (0.01, 256)],
+    "gru": [(0.003, 16), (0.01, 16), (0.01, 64)],
+    "encoder": [(0.001, 16), (0.003, 64), (0.003, 256)],
+}
+OTHER_RECIPES = [
+    "bf16", "fp8", "e4m3fn-RN/e4m3fn-RN", "E3M2", "mxfp8", "mxfp6e3m2-RN/mxfp6e3m2-RN", "mxfp4", "mxfp4-SR/mxfp4-SR", "nvfp4",
+    "mxfp4-RN/bf16-RN", "bf16-RN/mxfp4-RN",
+]  # fmt: skip
+STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160, "encoder": 250}
 BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
 COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
 LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
@@ -116,7 +127,22 @@ class Gru(nn.Module):
         return F.cross_entropy(self.head(torch.stack(outputs, 1)).flatten(0, 1), y[:, :24].flatten())
 
 
-MODELS = {"gpt": Gpt, "convnet": Convnet, "mlp": Mlp, "gru": Gru}
+class Encoder(nn.Module):
+    """Attention over 16 patches of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(1, 48, 4, stride=4), nn.Linear(48, 10)
+        self.places = nn.Parameter(0.02 * torch.randn(16, 48))
+        layer = nn.TransformerEncoderLayer(48, 4, 96, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x, y):
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        return F.cross_entropy(self.head(self.layers(x).mean(1)), y)
+
+
+MODELS = {"gpt": Gpt, "convnet": Convnet, "mlp": Mlp, "gru": Gru, "encoder": Encoder}
 
 
 class Text:
@@ -222,6 +248,24 @@ def remedies(data) -> str:
     return "\n".join(rows)
 
 
+def judge_others(data, keep, kept: dict) -> str:
+    """Judges and trains OTHERS in OTHER_RECIPES: for each [backward error, forward error, class, loss, loss in FP32]."""
+    for model, settings in OTHERS.items():
+        of = data[model]
+        for rate, batch in settings:
+            missing = [r for r in OTHER_RECIPES if key(model, r.replace("/", " "), rate, batch) not in kept]
+            found = verdict_on(model, False, rate, batch, of, missing, explain=False).recipes if missing else {}
+            full = tail(train(model, "FP32", rate, batch, of)) if missing else 0
+            for recipe in missing:
+                loss = tail(train(model, "FP32", rate, batch, of, lambda net, r=recipe: simulate_format(net, recipe=r)))
+                errors = [found[recipe][what] for what in ("backward", "forward", "verdict")]
+                k = key(model, recipe.replace("/", " "), rate, batch)
+                kept[k] = [*errors, loss, full]
+                keep(kept)
+                print(f"{k}: {errors} {loss:.3f} of {full:.3f}", flush=True)
+    return counts((verdict, loss - full) for _, _, verdict, loss, full in kept.values())
+
+
 def train(model: str, run: str, rate: float, batch: int, data, change=lambda net: net) -> list[float]:
     net = change(build(model, run))
     steps, generator = STEPS[model], torch.Generator().manual_seed(1)
@@ -263,13 +307,20 @@ def tried(results: dict, model: str, run: str, batch: int) -> dict[float, float]
 def counted(results: dict, verdicts: dict) -> str:
     """A row a class: how many runs it has, and how many of them lose more than 0.05 and 0.2 nats against the
     full-precision run of the same rate and batch. Runs whose full-precision run does not learn count not."""
-    rows = {name: [0, 0, 0] for name in ("ok", "doubtful", "no")}
+    gaps = []
     for k, (_, _, verdict) in verdicts.items():
         model, run, rate, batch = k.split("/")
         full = tail(results["/".join([model, "unit-scaled FP32" if RUNS[run][0] else "FP32", rate, batch])])
         if k not in results or (model == "convnet" and full > 2.0):
             continue
-        gap = tail(results[k]) - full
+        gaps.append((verdict, tail(results[k]) - full))
+    return counts(gaps)
+
+
+def counts(gaps) -> str:
+    """From (class, nats lost) of each run."""
+    rows = {name: [0, 0, 0] for name in ("ok", "doubtful", "no")}
+    for verdict, gap in gaps:
         for i, much in enumerate((True, not gap <= 0.05, not gap <= 0.2)):
             rows[verdict][i] += much
     lines = ["| verdict | runs | lose more than 0.05 nats | more than 0.2 |", "|---|---|---|---|"]
@@ -336,10 +387,12 @@ def main() -> None:
     )
     parser.add_argument("--verdict", action="store_true")
     parser.add_argument("--remedies", action="store_true")
+    parser.add_argument("--others", action="store_true")
     args = parser.parse_args()
+    text, shapes = Text(), Shapes()
+    data_of = {"gpt": text, "gru": text, "convnet": shapes, "mlp": shapes, "encoder": shapes}
     if args.remedies:
-        text, shapes = Text(), Shapes()
-        print(remedies({"gpt": text, "gru": text, "convnet": shapes, "mlp": shapes}))
+        print(remedies(data_of))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     store = args.out / "results.json"
@@ -354,6 +407,12 @@ def main() -> None:
             "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(values.items())) + "\n}\n"
         )
         beside.replace(path)
+
+    if args.others:
+        of_others = args.out / "others.json"
+        kept = json.loads(of_others.read_text()) if of_others.exists() else {}
+        print(judge_others(data_of, lambda values: keep(of_others, values), kept))
+        return
 
     def run_once(model, run, rate, batch, data):
         k = key(model, run, rate, batch)
@@ -378,7 +437,7 @@ def main() -> None:
         )
 
     for model in args.models:
-        data = Text() if model == "gpt" else Shapes()
+        data = data_of[model]
         for batch in BATCHES[model]:
             for scaled in (False, True) if args.verdict else ():
                 for rate in RATES[model, scaled]:
