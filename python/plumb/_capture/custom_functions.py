@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import types
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,23 @@ def _computed_in(held: list, leaves: list, name: str) -> list[Tensor]:
     return computed
 
 
+def _apply_goes_to(target: Callable[[Callable[..., Any], tuple, dict], Any]) -> ContextManager:
+    """Context manager in which ``cls.apply(*args, **kwargs)`` is ``target(original, (cls, *args), kwargs)``."""
+    apply = torch.autograd.Function.__dict__["apply"]
+    if isinstance(apply, classmethod):
+        return calls_go_to(apply.__func__, target)
+    return _builtin_goes_to(torch.autograd.Function.apply, target)  # since torch 2.14
+
+
+@contextlib.contextmanager
+def _builtin_goes_to(function: Callable[..., Any], target: Callable[..., Any]) -> Iterator[None]:
+    _C.redirect_builtin(function, target)
+    try:
+        yield
+    finally:
+        _C.restore_builtin()
+
+
 def opaque_functions() -> ContextManager:
     """Context manager in which ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all, also where
     ``apply`` was taken before.
@@ -194,4 +211,4 @@ def opaque_functions() -> ContextManager:
         outs = tuple(next(results) if o is None else o[0] for o in others)
         return outs if many else outs[0]
 
-    return calls_go_to(Function.__dict__["apply"].__func__, apply)
+    return _apply_goes_to(apply)
