@@ -29,25 +29,25 @@ step("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${work}/build" "-DCMA
 step("${CMAKE_COMMAND}" --build "${work}/build")
 step("${work}/build/consumer")
 
-# A CUDA wheel needs no CUDA toolkit: the same torch with a CUDA library beside the others.
+# A CUDA wheel needs no CUDA toolkit. Where torch is no such wheel: the same torch with a CUDA library beside the others.
 file(STRINGS "${work}/prefix/lib/cmake/plumb/plumbConfig.cmake" torch REGEX "set\\(PLUMB_TORCH_DIR " LIMIT_COUNT 1)
 string(REGEX REPLACE ".*\"(.*)\".*" "\\1" torch "${torch}")
-set(cuda "${work}/cuda_torch")
-file(MAKE_DIRECTORY "${cuda}/lib")
-file(CREATE_LINK "${torch}/include" "${cuda}/include" SYMBOLIC)
-file(CREATE_LINK "${torch}/version.py" "${cuda}/version.py" SYMBOLIC)
-file(GLOB libraries "${torch}/lib/*")
-foreach(library IN LISTS libraries)
-  get_filename_component(name "${library}" NAME)
-  file(CREATE_LINK "${library}" "${cuda}/lib/${name}" SYMBOLIC)
-endforeach()
-if(NOT EXISTS "${cuda}/lib/libtorch_cuda.so")
+if(NOT EXISTS "${torch}/lib/libtorch_cuda.so")
+  set(cuda "${work}/cuda_torch")
+  file(MAKE_DIRECTORY "${cuda}/lib")
+  file(CREATE_LINK "${torch}/include" "${cuda}/include" SYMBOLIC)
+  file(CREATE_LINK "${torch}/version.py" "${cuda}/version.py" SYMBOLIC)
+  file(GLOB libraries "${torch}/lib/*")
+  foreach(library IN LISTS libraries)
+    get_filename_component(name "${library}" NAME)
+    file(CREATE_LINK "${library}" "${cuda}/lib/${name}" SYMBOLIC)
+  endforeach()
   file(WRITE "${cuda}/lib/libtorch_cuda.so" "")
+  step("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${work}/cuda" "-DCMAKE_PREFIX_PATH=${work}/prefix"
+       "-DPLUMB_TORCH_DIR=${cuda}" -DCONSUMER_SOURCE=small.cpp)
+  step("${CMAKE_COMMAND}" --build "${work}/cuda")
+  step("${work}/cuda/consumer")
 endif()
-step("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${work}/cuda" "-DCMAKE_PREFIX_PATH=${work}/prefix"
-     "-DPLUMB_TORCH_DIR=${cuda}" -DCONSUMER_SOURCE=small.cpp)
-step("${CMAKE_COMMAND}" --build "${work}/cuda")
-step("${work}/cuda/consumer")
 
 # Another torch than the one plumb was built with is refused with what to do, not linked.
 set(fake "${work}/fake_torch")
