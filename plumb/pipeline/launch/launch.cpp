@@ -216,8 +216,8 @@ class Launch {
     for (int c = 0; c < children_.count(); c++) children_.signal(c, signal, true);
   }
 
-  // Returns the rank that has failed, -1 for none. Of several it is one that a signal has ended: those that end by
-  // themselves may have lost that one.
+  // Returns the rank that has failed, -1 for none. One that a signal has ended goes before those that ended by
+  // themselves: they may have lost it.
   int first_failed() {
     int first = -1;
     for (size_t r = 0; r < members_.size(); r++) {
