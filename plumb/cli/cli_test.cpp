@@ -349,11 +349,11 @@ TEST_F(Command, TrainsOnTensorFilesAndPrintsPlainLines) {
 TEST_F(Command, ALongStepSaysHowFarItIs) {
   const char* train =
       "train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --optimizer sgd --lr 0.1 --steps 1 "
-      "--microbatches 60000 ";
+      "--microbatches 40000 ";
   const Ended run = plumb(train);
   ASSERT_EQ(run.code, 0) << run.err;
   EXPECT_NE(run.err.find("step 1: "), std::string::npos) << run.err;
-  EXPECT_NE(run.err.find(" of 120000 actions after "), std::string::npos) << run.err;
+  EXPECT_NE(run.err.find(" of 80000 actions after "), std::string::npos) << run.err;
   const Ended quick =
       plumb("train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --optimizer sgd --lr 0.1 --steps 1");
   EXPECT_EQ(quick.err.find("actions after"), std::string::npos) << quick.err;
