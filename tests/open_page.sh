@@ -10,10 +10,10 @@ trap 'rm -rf "$folder"' EXIT
 options=(--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --window-size=1200,2200
   "--user-data-dir=$folder/profile" --enable-logging=stderr)
 rm -f "$picture"
-timeout 60 "$browser" "${options[@]}" "--screenshot=$picture" "file://$page" 2>"$folder/log" >/dev/null
+timeout 300 "$browser" "${options[@]}" "--screenshot=$picture" "file://$page" 2>"$folder/log" >/dev/null
 if [ "$(stat -c %s "$picture")" -lt 30000 ]; then echo "$picture: the page is all but empty"; exit 1; fi
 if grep CONSOLE "$folder/log"; then exit 1; fi
-timeout 60 "$browser" "${options[@]}" --dump-dom "file://$page" >"$folder/page" 2>/dev/null
+timeout 300 "$browser" "${options[@]}" --dump-dom "file://$page" >"$folder/page" 2>/dev/null
 for text; do
   grep -qF -- "$text" "$folder/page" || { echo "$page does not show: $text"; exit 1; }
 done

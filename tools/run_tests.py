@@ -53,7 +53,7 @@ def parse_arguments():
     parser.add_argument("--build", default="build", type=pathlib.Path, help="the build folder")
     parser.add_argument("--python-tests", default=ROOT / "python/tests", type=pathlib.Path)
     parser.add_argument("--jobs", default=os.cpu_count(), type=int)
-    parser.add_argument("--patience", default=900, type=int, help="seconds until a suite of ctest, or a test in Python, hangs")
+    parser.add_argument("--patience", default=2700, type=int, help="seconds until a suite of ctest, or a test in Python, hangs")
     parser.add_argument("--device", default="testdevice", help="the device of device-cpp and device-python")
     parser.add_argument("--setting", action="append", help="with cpus: only this one; NAME=VALUE or part of its text")
     given = parser.parse_args()

@@ -44,7 +44,9 @@ TEST_F(Command, SaysHowLongPassesTakeAndWritesTheGraphAfterEach) {
   ASSERT_EQ(plumb("show mlp.pt2 -o mlp.txt").code, 0);
   const auto ran = plumb("opt mlp.txt --pass=dead_code --pass=simulate_format,fwd=E4M3 --time --dump steps -o out.txt");
   ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_NE(ran.err.find("dead_code: nothing to change (0."), std::string::npos) << ran.err;
+  const std::string said = "dead_code: nothing to change (";
+  ASSERT_NE(ran.err.find(said), std::string::npos) << ran.err;
+  EXPECT_EQ(ran.err.find(" s)", ran.err.find(said)), ran.err.find(')', ran.err.find(said)) - 2) << ran.err;
   EXPECT_EQ(read(folder() / "steps" / "00-input.txt"), read(folder() / "mlp.txt"));
   EXPECT_EQ(read(folder() / "steps" / "01-dead_code.txt"), read(folder() / "mlp.txt"));
   EXPECT_EQ(read(folder() / "steps" / "02-simulate_format.txt"), read(folder() / "out.txt"));
@@ -319,13 +321,16 @@ TEST_F(Command, TrainsUnderTorchrun) {
 
 TEST_F(Command, TrainsUnderTheVariablesOfOtherLaunchers) {
   const auto alone = training(plumb(kTrain)).losses;
-  const std::string job = std::to_string(::getpid());
-  for (const std::string& variables :
-       {"SLURM_PROCID=$r SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=" + job,
-        "OMPI_COMM_WORLD_RANK=$r OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-" + job,
-        "PMI_RANK=$r PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_JOBID=" + job}) {
-    const Ended run =
-        shell("for r in 0 1; do " + variables + " " PLUMB_COMMAND " " + kTrain + "--stages 2 & done; wait");
+  for (const std::string variables :
+       {"SLURM_PROCID=$r SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=",
+        "OMPI_COMM_WORLD_RANK=$r OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-",
+        "PMI_RANK=$r PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_JOBID="}) {
+    Ended run;
+    // The port is made of the job's number, and may be another program's by chance.
+    for (int job = 0; job == 0 || (job < 5 && run.err.find("cannot listen at") != std::string::npos); ++job) {
+      run = shell("for r in 0 1; do " + variables + std::to_string(::getpid()) + std::to_string(job) +
+                  " " PLUMB_COMMAND " " + kTrain + "--stages 2 & done; wait");
+    }
     EXPECT_EQ(training(run).losses, alone) << variables << run.err;
   }
 }
@@ -344,11 +349,11 @@ TEST_F(Command, TrainsOnTensorFilesAndPrintsPlainLines) {
 TEST_F(Command, ALongStepSaysHowFarItIs) {
   const char* train =
       "train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --optimizer sgd --lr 0.1 --steps 1 "
-      "--microbatches 24000 ";
+      "--microbatches 40000 ";
   const Ended run = plumb(train);
   ASSERT_EQ(run.code, 0) << run.err;
   EXPECT_NE(run.err.find("step 1: "), std::string::npos) << run.err;
-  EXPECT_NE(run.err.find(" of 48000 actions after "), std::string::npos) << run.err;
+  EXPECT_NE(run.err.find(" of 80000 actions after "), std::string::npos) << run.err;
   const Ended quick =
       plumb("train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --optimizer sgd --lr 0.1 --steps 1");
   EXPECT_EQ(quick.err.find("actions after"), std::string::npos) << quick.err;
@@ -414,8 +419,8 @@ def parent(pid):
 children = sorted(int(d) for d in os.listdir("/proc") if d.isdigit() and parent(d) == p.pid)
 assert len(children) == (int(stages) if stages != "1" else 0), children
 os.kill(p.pid if who == "parent" else children[-1], number)
-out, err = p.communicate(timeout=60)
-end = time.time() + 10
+out, err = p.communicate(timeout=300)
+end = time.time() + 60
 while any(os.path.exists(f"/proc/{c}") for c in children) and time.time() < end:
     time.sleep(0.05)
 assert not any(os.path.exists(f"/proc/{c}") for c in children), "orphans"

@@ -10,28 +10,21 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <set>
 #include <sstream>
 #include <string>
 
-namespace {
+namespace command_testing {
 
-using Json = nlohmann::json;
 namespace fs = std::filesystem;
 
-struct Ended {
-  int code = 0;
-  std::string out, err;
-};
-
-std::string read(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
+inline fs::path new_folder() {
+  char name[] = "/tmp/plumb_cli_XXXXXX";
+  return ::mkdtemp(name);
 }
 
-const char* const kWrite = R"py(
+inline constexpr const char* kWrite = R"py(
 import random, torch
 from torch import nn
 class Block(nn.Module):
@@ -95,13 +88,57 @@ torch.save(torch.randn(6, 8).double(), "double.pt")
 open("corrupt.pt2", "wb").write(open("mlp.pt2", "rb").read()[:1500])
 )py";
 
+// Returns the folder of the files that Python writes, made once for all suites: that takes seconds.
+inline const fs::path& written_by_python() {
+  struct Written {
+    Written() {
+      std::ofstream(path / "write.py") << kWrite;
+      const std::string run = "cd " + path.string() + " && " PLUMB_TEST_PYTHON " write.py";
+      EXPECT_EQ(std::system(run.c_str()), 0);
+    }
+    ~Written() { fs::remove_all(path); }
+    fs::path path = new_folder();
+  };
+  static const Written written;
+  return written.path;
+}
+
+}  // namespace command_testing
+
+namespace {
+
+using Json = nlohmann::json;
+namespace fs = std::filesystem;
+
+struct Ended {
+  int code = 0;
+  std::string out, err;
+};
+
+std::string read(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// Python's `said`: all that was written to the terminal `write`, which comes to `read` piece by piece.
+[[maybe_unused]] const char* const kReadTerminal = R"py(
+os.close(write)
+said = b""
+try:
+    while piece := os.read(read, 65536):
+        said += piece
+except OSError:  # so a terminal ends
+    pass
+said = said.decode()
+)py";
+
 class Command : public testing::Test {
  protected:
   static void SetUpTestSuite() {
-    char name[] = "/tmp/plumb_cli_XXXXXX";
-    folder() = ::mkdtemp(name);
-    std::ofstream(folder() / "write.py") << kWrite;
-    ASSERT_EQ(shell(PLUMB_TEST_PYTHON " write.py").code, 0);
+    folder() = command_testing::new_folder();
+    fs::copy(command_testing::written_by_python(), folder());
   }
   static void TearDownTestSuite() { fs::remove_all(folder()); }
   static fs::path& folder() {
@@ -123,6 +160,13 @@ class Command : public testing::Test {
     const Ended run = shell(PLUMB_TEST_PYTHON " check.py");
     EXPECT_EQ(run.code, 0) << run.err;
   }
+  // Returns the lines of standard error but for those that say how long a part took, which slow machines have.
+  static std::string without_times(const std::string& err) {
+    static const std::regex times("[^\n]*: [0-9]+\\.[0-9] s\n");
+    return std::regex_replace(err, times, "");
+  }
+  // Returns a port that this process alone asks for: below those that systems give to connections.
+  static std::string own_port() { return std::to_string(20000 + ::getpid() % 9000); }
   static void wrong(const std::string& arguments, const std::string& says) {
     const Ended run = plumb(arguments);
     EXPECT_EQ(run.code, 2) << arguments << "\n" << run.err;

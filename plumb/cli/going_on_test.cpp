@@ -19,7 +19,7 @@ children = open(f"/proc/{p.pid}/task/{p.pid}/children").read().split()
 (one,) = [c for c in children if b"RANK=%s\0" % rank.encode() in b"\0" + open(f"/proc/{c}/environ", "rb").read()
           .replace(b"LOCAL_RANK", b"LOCAL")]
 os.kill(int(one), number)
-out = "".join(lines) + p.communicate(timeout=120)[0]
+out = "".join(lines) + p.communicate(timeout=300)[0]
 print(p.returncode, out, sep="\n", end="")
 )py";
 
@@ -186,8 +186,8 @@ TEST_F(GoingOn, AnotherKindOfMachineIsNamedOnce) {
   EXPECT_NE(resumed.out.find("step-00000003 was written on "), std::string::npos) << resumed.out;
   EXPECT_NE(resumed.out.find("ATEN_CPU_CAPABILITY=default"), std::string::npos) << resumed.out;
   // Two ranks by hand, with one environment each.
-  const std::string rank =
-      "WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29617 " PLUMB_COMMAND " " + base() + "--steps 2 --stages 2 ";
+  const std::string rank = "WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + own_port() + " " PLUMB_COMMAND " " +
+                           base() + "--steps 2 --stages 2 ";
   const Ended both = shell(other + "RANK=1 " + rank + " & RANK=0 " + rank + "; wait");
   EXPECT_NE(both.out.find("rank 1 computes on another kind of machine than rank 0 does"), std::string::npos)
       << both.out << both.err;

@@ -55,8 +55,9 @@ TEST_F(Planning, DrawsNoWiderThanTheTerminal) {
       "fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 60, 0, 0))\n"
       "subprocess.run(['" PLUMB_COMMAND
       "', 'plan', '--ranks', '2', '--microbatches', '2', '--costs', '1,1,1', '--schedules', '1F1B'], stdout=write, "
-      "check=True)\n"
-      "lines = [l for l in os.read(read, 65536).decode().splitlines() if l.startswith('rank ')]\n"
+      "check=True)\n" +
+      std::string(kReadTerminal) +
+      "lines = [l for l in said.splitlines() if l.startswith('rank ')]\n"
       "assert len(lines) == 2 and all(40 < len(l) <= 60 for l in lines), lines");
 }
 

@@ -49,8 +49,9 @@ Role fault_role("fault", [] {
   options.check_numerics = kind == "nan";
   Pipeline pipeline(model.layout, make_schedule(other_schedule ? "GPipe" : "1F1B", group.size(), 4), stages, group,
                     options);
-  group.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 60000)));
   for (int step = 0; step < 3; step++) {
+    // Not in the first step, which makes what the others find.
+    if (step == 1) group.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 60000)));
     auto [inputs, targets] = model.batch(step);
     pipeline.step(inputs, targets);
   }
@@ -62,7 +63,9 @@ Run run_fault(const std::string& kind, int ranks, int faulty, int timeout = 6000
   std::map<std::string, std::string> settings{
       {"KIND", kind}, {"FAULTY", std::to_string(faulty)}, {"TIMEOUT", std::to_string(timeout)}};
   if (apart) settings["APART"] = "1";
-  return run_role("fault", ranks, settings, std::chrono::seconds(kind == "stop" ? 4 : 30));
+  // Shorter than the time-out: who waits for that instead of noticing a fault is ended by the launcher. A stopped rank
+  // is ended by nobody else.
+  return run_role("fault", ranks, settings, std::chrono::seconds(kind == "stop" ? 10 : 30));
 }
 
 // Ranks that share memory, and ranks as on hosts of their own.
@@ -88,7 +91,6 @@ TEST_P(LostRanks, WhoRaiseAreNamedWithTheirText) {
   EXPECT_THAT(run.errors[1], HasSubstr("rank 2 failed: rank 2 at 2F2: no more cheese"));
   EXPECT_THAT(run.errors[1], HasSubstr("waiting for 2SEND_B"));
   EXPECT_THAT(run.errors[0], HasSubstr("rank 2 failed: rank 2 at 2F2: no more cheese")) << "told on by rank 1";
-  EXPECT_LT(run.seconds, 40);
 }
 
 TEST(Faults, NameTheRankWhoseValuesAreNotNumbers) {
@@ -100,9 +102,9 @@ TEST(Faults, NameTheRankWhoseValuesAreNotNumbers) {
 
 TEST(Faults, NameTheRankThatCannotUseWhatItGets) {
   auto run = run_fault("shape", 2, 0);
+  expect_others_ended(run, 1);
   EXPECT_THAT(run.errors[1], HasSubstr("rank 1 at 1F2: "));
   EXPECT_THAT(run.errors[0], HasSubstr("rank 1 failed: rank 1 at 1F2: "));
-  EXPECT_LT(run.seconds, 40);
 }
 
 TEST_P(LostRanks, WhoExitAreNamed) {
@@ -112,7 +114,6 @@ TEST_P(LostRanks, WhoExitAreNamed) {
   EXPECT_EQ(run.result.exit_code(), 3);
   EXPECT_THAT(run.errors[0], ContainsRegex("rank 1( failed)?: it is gone"));
   EXPECT_THAT(run.errors[2], ContainsRegex("rank 1( failed)?: it is gone"));
-  EXPECT_LT(run.seconds, 40) << "noticed at once, not by the time-out";
 }
 
 TEST_P(LostRanks, WhoAreKilledAreNamed) {
@@ -122,7 +123,6 @@ TEST_P(LostRanks, WhoAreKilledAreNamed) {
   EXPECT_THAT(run.errors[1], HasSubstr("rank 0: it is gone"));
   EXPECT_THAT(run.errors[1], Not(HasSubstr("frame #"))) << "the store that went is not asked";
   EXPECT_LT(run.errors[1].size(), 500u);
-  EXPECT_LT(run.seconds, 40);
 }
 
 TEST_P(LostRanks, WhoAreStoppedAreNamed) {
@@ -136,7 +136,6 @@ TEST_P(LostRanks, RankZeroIsNamedThatIsStoppedWithItsStore) {
   auto run = run_fault("stop", 3, 0, 3000, GetParam());
   expect_others_ended(run, 0);
   EXPECT_THAT(run.errors[1], HasSubstr("rank 0: no answer within 3000 ms"));
-  EXPECT_LT(run.seconds, 40);
 }
 
 Role meet_role("meet", [] {
@@ -150,11 +149,11 @@ TEST(Faults, NameRankZeroThatWasStoppedBeforeTheRanksMet) {
   auto run = run_role("meet", 2, {{"STOPS", "0"}}, std::chrono::seconds(1));
   EXPECT_THAT(run.errors[1], HasSubstr("for rank 0"));
   EXPECT_EQ(run.result.first_failed, 1);
-  EXPECT_LT(run.seconds, 30);
 }
 
 // Rank 1 may open `SPARE` more files than it has.
 Role few_files_role("few_files", [] {
+  meet();
   if (std::getenv("RANK") == std::string("1")) {
     rlimit limit{};
     ::getrlimit(RLIMIT_NOFILE, &limit);
@@ -172,7 +171,7 @@ Role few_files_role("few_files", [] {
 TEST(Faults, NameTheRankThatMayOpenNoMoreFiles) {
   int failed = 0;
   for (int spare : {0, 2, 4, 6, 8, 40}) {
-    auto run = run_role("few_files", 2, {{"SPARE", std::to_string(spare)}}, std::chrono::seconds(8));
+    auto run = run_role("few_files", 2, {{"SPARE", std::to_string(spare)}});
     if (run.result.exit_code() == 0) continue;
     failed++;
     EXPECT_EQ(run.result.processes[1].signal, 0) << spare << run.errors[1];
@@ -181,7 +180,6 @@ TEST(Faults, NameTheRankThatMayOpenNoMoreFiles) {
     EXPECT_THAT(run.errors[1], HasSubstr("Too many open files")) << spare;
     EXPECT_LT(spare, 40);
     EXPECT_EQ(run.result.processes[0].exit_code, 1) << spare << run.errors[0];
-    EXPECT_LT(run.seconds, 30);
   }
   EXPECT_GT(failed, 2);
 }
@@ -209,7 +207,7 @@ TEST(Faults, TellTheOthersThatARankCannotStart) {
   auto run = run_fault("missing", 2, 1);
   EXPECT_THAT(run.errors[1], HasSubstr("rank 1 runs stage 1 in the schedule '1F1B' and was not given it"));
   EXPECT_THAT(run.errors[0], HasSubstr("rank 0 cannot start: rank 1 failed: rank 1 runs stage 1"));
-  EXPECT_LT(run.seconds, 40);
+  expect_others_ended(run, 1);
 }
 
 TEST(Faults, LeaveAHealthyRunAlone) {

@@ -6,6 +6,9 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <iterator>
+
 #include "plumb/core/error.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/processes_testing.h"
@@ -194,6 +197,8 @@ TEST(ProcessGroup, NamesTheRanksThatDidNotCome) {
 Role codes_role("codes", [] {
   const auto rank = std::stoi(std::getenv("RANK"));
   std::fprintf(stderr, "no line end from %d", rank);
+  meet();
+  if (rank == 1) wait_for_end_of(0);
   if (rank == 1) return 7;
   if (rank == 2) ::pause();
   return 0;
@@ -207,6 +212,39 @@ TEST(Launch, GivesEveryExitCodeAndEndsTheRest) {
   EXPECT_EQ(run.result.processes[2].signal, SIGTERM);
   EXPECT_TRUE(run.result.processes[2].stopped_by_launcher);
   EXPECT_EQ(run.errors[1], "no line end from 1\n");
+}
+
+Role by_signal_role("by signal", [] {
+  ::signal(SIGUSR1, [](int) { ::_exit(1); });
+  report("process", std::to_string(::getpid()));
+  while (true) ::pause();
+  return 0;
+});
+
+bool has_ended(int process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  return text.substr(text.rfind(')') + 1).rfind(" Z", 0) == 0;
+}
+
+// Rank 1 is killed, and rank 0 fails because of it, before the launcher looks.
+TEST(Launch, NamesTheRankThatASignalEndedWhereOthersHaveFailedSince) {
+  LaunchOptions options;
+  options.num_processes = 2;
+  options.environment = {{"PLUMB_TEST_ROLE", "by signal"}};
+  std::map<int, int> processes;
+  options.on_line = [&](int rank, bool is_stderr, const std::string& line) {
+    if (is_stderr || line.rfind("process=", 0) != 0) return;
+    processes[rank] = std::stoi(line.substr(8));
+    if (processes.size() < 2) return;
+    ::kill(processes[1], SIGKILL);
+    ::kill(processes[0], SIGUSR1);
+    while (!has_ended(processes[0]) || !has_ended(processes[1])) ::usleep(1000);
+  };
+  const LaunchResult result = launch_local(options);
+  EXPECT_EQ(result.first_failed, 1);
+  EXPECT_EQ(result.exit_code(), 128 + SIGKILL);
+  EXPECT_EQ(result.processes[0].exit_code, 1);
 }
 
 TEST(Launch, NamesAProgramThatCannotBeStarted) {

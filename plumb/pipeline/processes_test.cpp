@@ -2,18 +2,32 @@
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <thread>
 
 namespace plumb::testing_processes {
 namespace {
+
+namespace fs = std::filesystem;
 
 std::map<std::string, std::function<int()>>& roles() {
   static std::map<std::string, std::function<int()>> all;
   return all;
 }
+
+void wait_until(const std::function<bool()>& done) {
+  while (!done()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
+
+// Says that a rank has come to meet().
+fs::path file_of(int rank) { return fs::path(setting("FOLDER")) / std::to_string(rank); }
 
 }  // namespace
 
@@ -29,6 +43,20 @@ int number_setting(const std::string& name, int otherwise) {
   return text.empty() ? otherwise : std::stoi(text);
 }
 
+void meet() {
+  const fs::path own = file_of(std::atoi(std::getenv("RANK")));
+  std::ofstream(own.string() + ".part") << ::getpid();
+  fs::rename(own.string() + ".part", own);
+  for (int rank = 0; rank < std::atoi(std::getenv("WORLD_SIZE")); rank++)
+    wait_until([&] { return fs::exists(file_of(rank)); });
+}
+
+void wait_for_end_of(int rank) {
+  pid_t process = 0;
+  std::ifstream(file_of(rank)) >> process;
+  wait_until([&] { return ::kill(process, 0) != 0; });
+}
+
 void report(const std::string& key, const std::string& value) {
   std::printf("%s=%s\n", key.c_str(), value.c_str());
   std::fflush(stdout);
@@ -39,10 +67,12 @@ Run run_role(const std::string& role, int num_processes, std::map<std::string, s
   Run run;
   run.reports.resize(num_processes);
   run.errors.resize(num_processes);
+  std::string folder = (fs::temp_directory_path() / "plumb_role_XXXXXX").string();
+  EXPECT_NE(::mkdtemp(folder.data()), nullptr);
   LaunchOptions options;
   options.num_processes = num_processes;
   options.patience = patience;
-  options.environment = {{"PLUMB_TEST_ROLE", role}, {"OMP_NUM_THREADS", "1"}};
+  options.environment = {{"PLUMB_TEST_ROLE", role}, {"PLUMB_TEST_FOLDER", folder}, {"OMP_NUM_THREADS", "1"}};
   for (const auto& [key, value] : settings) options.environment.emplace_back("PLUMB_TEST_" + key, value);
   options.on_line = [&](int rank, bool is_stderr, const std::string& line) {
     const auto equals = line.find('=');
@@ -52,9 +82,8 @@ Run run_role(const std::string& role, int num_processes, std::map<std::string, s
       run.reports[rank][line.substr(0, equals)] = line.substr(equals + 1);
     }
   };
-  const auto begin = std::chrono::steady_clock::now();
   run.result = launch_local(options);
-  run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  fs::remove_all(folder);
   return run;
 }
 

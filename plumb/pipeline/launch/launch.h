@@ -54,7 +54,7 @@ struct LaunchOptions {
 
 struct LaunchResult {
   std::vector<ProcessEnd> processes;  // by rank; of those that had it last
-  int first_failed = -1;              // the rank that failed first; -1: none
+  int first_failed = -1;              // the rank that failed first, of several one that a signal ended; -1: none
   // Returns the exit code for the launching program: 0, or the first failed process's code.
   int exit_code() const { return first_failed < 0 ? 0 : processes[first_failed].exit_code; }
 };
