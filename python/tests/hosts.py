@@ -46,13 +46,15 @@ class Agent:
     """torchrun's agent on a host, and the events that its ranks print, each with its time."""
 
     def __init__(self, process, told):
-        self.process, self.told, self.errors = process, told, []
+        self.process, self.told, self.errors, self.pause = process, told, [], 0
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # the ranks go on only while somebody reads
         self.threads = [threading.Thread(target=self.read, args=(told,)), threading.Thread(target=self.read_errors)]
         for thread in self.threads:
             thread.start()
 
     def read(self, told):
         for line in self.process.stdout:
+            time.sleep(self.pause)
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 if isinstance(event, dict):
@@ -191,6 +193,11 @@ class Training:
     def begin(self, host):
         self.told.append([])
         self.agents[host] = self.hosts.agent(host, self.told[-1], *self.rest)
+
+    def read_slowly(self, pause):
+        """Makes every step take this many seconds or more: each prints a line. 0: as fast as it can again."""
+        for agent in self.agents.values():
+            agent.pause = pause
 
     def events(self):
         return sorted((event for told in self.told for event in list(told)), key=lambda event: event[0])
