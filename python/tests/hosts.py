@@ -65,15 +65,17 @@ class Agent:
 
     def ranks(self):
         """Returns the processes of its ranks that live."""
+        found = []
         with contextlib.suppress(OSError):
-            children = open(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read().split()
-            return [pid for pid in children if open(f"/proc/{pid}/cmdline").read()]
-        return []
+            for pid in open(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read().split():
+                with contextlib.suppress(OSError):
+                    found += [pid] if open(f"/proc/{pid}/cmdline").read() else []
+        return found
 
     def wait(self, seconds):
         code = self.process.wait(timeout=seconds)
         for thread in self.threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
         return code
 
 
@@ -232,7 +234,7 @@ class Training:
             late = 0 in codes.values() and any("RendezvousClosedError" in line for line in self.agents[host].errors)
             if code != 0 and not late:
                 raise Lost(f"host {host} ended with {code}" + self.errors())
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while left := [pid for host in range(self.hosts.count) for pid in self.hosts.pids(self.hosts.space(host))]:
             if time.monotonic() > until:
                 raise Lost(f"left behind: {left}")

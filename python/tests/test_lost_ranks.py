@@ -62,7 +62,7 @@ def processes_in(folder):
 
 
 def wait_until_none(folder):
-    for _ in range(600):
+    for _ in range(2400):
         if not processes_in(folder):
             return
         time.sleep(0.05)
