@@ -94,7 +94,7 @@ def run(fn, size, *args, timeout=600.0):
 
 
 def free_port():
-    """Returns a free port of loopback, none of those that the system gives to whoever asks for any: it stays free."""
+    """Returns a free port of loopback outside the range that the system gives ports from: nothing takes it by chance."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first, last = map(int, file.read().split())
     ports = [port for port in range(2048, 65536) if not first <= port <= last] or range(2048, 65536)

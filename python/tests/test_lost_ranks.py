@@ -203,7 +203,7 @@ def test_a_node_that_is_lost_leaves_the_other_to_go_on_alone(folder):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{ranks.free_port()}", "--rdzv-id", "job", "--no-python"]
     conf = "read_timeout=600,last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=3"
-    # An agent that comes late, when the other has begun alone, waits in vain for a store that it shares.
+    # With one store for agents and ranks, an agent that comes after the other has begun alone never gets its address.
     settings = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     words = arguments(200, *layout, "--checkpoints", "run", "--checkpoint-every", "20", "--max-restarts", "1", "--recut")
     agents, (read, write) = [], os.pipe()
