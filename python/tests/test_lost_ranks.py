@@ -99,7 +99,7 @@ def test_no_process_and_no_file_is_left(folder, signals):
     for name in signals:
         process.send_signal(getattr(signal, name))
         time.sleep(0.02)
-    process.communicate(timeout=120)  # which reads on: a full pipe would hold it up
+    process.communicate(timeout=300)  # which reads on: a full pipe would hold it up
     assert process.returncode != 0
     wait_until_none(folder)
     assert [name for name in os.listdir(folder) if "writing" in name or "tmp" in name] == []
