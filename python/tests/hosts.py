@@ -46,13 +46,15 @@ class Agent:
     """torchrun's agent on a host, and the events that its ranks print, each with its time."""
 
     def __init__(self, process, told):
-        self.process, self.told, self.errors = process, told, []
+        self.process, self.told, self.errors, self.pause = process, told, [], 0
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # the ranks go on only while somebody reads
         self.threads = [threading.Thread(target=self.read, args=(told,)), threading.Thread(target=self.read_errors)]
         for thread in self.threads:
             thread.start()
 
     def read(self, told):
         for line in self.process.stdout:
+            time.sleep(self.pause)
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 if isinstance(event, dict):
@@ -63,15 +65,17 @@ class Agent:
 
     def ranks(self):
         """Returns the processes of its ranks that live."""
+        found = []
         with contextlib.suppress(OSError):
-            children = open(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read().split()
-            return [pid for pid in children if open(f"/proc/{pid}/cmdline").read()]
-        return []
+            for pid in open(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read().split():
+                with contextlib.suppress(OSError):
+                    found += [pid] if open(f"/proc/{pid}/cmdline").read() else []
+        return found
 
     def wait(self, seconds):
         code = self.process.wait(timeout=seconds)
         for thread in self.threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
         return code
 
 
@@ -192,6 +196,11 @@ class Training:
         self.told.append([])
         self.agents[host] = self.hosts.agent(host, self.told[-1], *self.rest)
 
+    def read_slowly(self, pause):
+        """Makes every step take this many seconds or more: each prints a line. 0: as fast as it can again."""
+        for agent in self.agents.values():
+            agent.pause = pause
+
     def events(self):
         return sorted((event for told in self.told for event in list(told)), key=lambda event: event[0])
 
@@ -225,7 +234,7 @@ class Training:
             late = 0 in codes.values() and any("RendezvousClosedError" in line for line in self.agents[host].errors)
             if code != 0 and not late:
                 raise Lost(f"host {host} ended with {code}" + self.errors())
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while left := [pid for host in range(self.hosts.count) for pid in self.hosts.pids(self.hosts.space(host))]:
             if time.monotonic() > until:
                 raise Lost(f"left behind: {left}")

@@ -1,8 +1,11 @@
 """Real processes over Gloo for tests: started from a server that has torch and plumb loaded already."""
 
+import contextlib
 import io
 import multiprocessing
 import os
+import random
+import socket
 import tempfile
 import time
 import traceback
@@ -25,7 +28,6 @@ class Ended:
     result: Any = None
     error: str = ""
     text: str = ""
-    seconds: float = 0
     exit_code: int | None = None
 
 
@@ -35,12 +37,11 @@ def _rank(fn, rank, size, store, pipe, timeout, args):
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
-    ended, begin = Ended(), time.monotonic()
+    ended = Ended()
     try:
         ended.result = fn(rank, size, *args)
     except BaseException as error:
         ended.error, ended.text = type(error).__name__, f"{error}\n{traceback.format_exc()}"
-    ended.seconds = time.monotonic() - begin
     buffer = io.BytesIO()
     torch.save(ended, buffer)
     pipe.send_bytes(buffer.getvalue())
@@ -50,7 +51,7 @@ def _rank(fn, rank, size, store, pipe, timeout, args):
     os._exit(1 if ended.error else 0)
 
 
-def start(fn, size, *args, timeout=60.0):
+def start(fn, size, *args, timeout=600.0):
     """`fn(rank, size, *args)` on every rank of a group; the processes and the pipes their ends come through."""
     folder = tempfile.mkdtemp()
     started = []
@@ -65,7 +66,7 @@ def start(fn, size, *args, timeout=60.0):
     return started
 
 
-def finish(started, limit=120.0) -> list[Ended]:
+def finish(started, limit=600.0) -> list[Ended]:
     """Returns the ends of all ranks; those that do not end within `limit` seconds are killed."""
     ends, until = [], time.monotonic() + limit
     for process, pipe in started:
@@ -75,7 +76,7 @@ def finish(started, limit=120.0) -> list[Ended]:
                 ended = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
         except EOFError:
             pass
-        process.join(max(0.1, until - time.monotonic()) if ended.error or ended.result is not None else 0.5)
+        process.join(max(0.1, until - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
@@ -84,9 +85,21 @@ def finish(started, limit=120.0) -> list[Ended]:
     return ends
 
 
-def run(fn, size, *args, timeout=60.0):
+def run(fn, size, *args, timeout=600.0):
     """Returns the results of all ranks; raises what a rank raised."""
     ends = finish(start(fn, size, *args, timeout=timeout))
     for rank, ended in enumerate(ends):
         assert ended.exit_code == 0, f"rank {rank} ended with {ended.exit_code}: {ended.text}"
     return [ended.result for ended in ends]
+
+
+def free_port():
+    """Returns a free port of loopback outside the range that the system gives ports from: nothing takes it by chance."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first, last = map(int, file.read().split())
+    ports = [port for port in range(2048, 65536) if not first <= port <= last] or range(2048, 65536)
+    for port in random.SystemRandom().sample(ports, 100):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port of 100 is free")

@@ -4,7 +4,6 @@ import copy
 import os
 import pathlib
 import pickle
-import socket
 import subprocess
 import sys
 
@@ -380,14 +379,11 @@ def test_the_example_computes_on_the_device(tmp_path, backend):
     script = pathlib.Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
     code = "import device, runpy, sys, torch; device._load_testdevice()" + (backend or "\n")
     code += "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     env = {
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(ranks.free_port()),
         "PYTHONPATH": device.FOLDER,
     }
     started = [
@@ -401,7 +397,7 @@ def test_the_example_computes_on_the_device(tmp_path, backend):
         )
         for rank in range(2)
     ]
-    ends = [(*process.communicate(timeout=200), process.returncode) for process in started]
+    ends = [(*process.communicate(timeout=600), process.returncode) for process in started]
     assert [code for _, _, code in ends] == [0, 0], ends
     assert "the very same losses" in ends[1][0] and "trained.pt is the very same model" in ends[1][0]
 

@@ -40,7 +40,7 @@ def train(folder, name, *options, steps=4, backend="", program="words.pt2"):
     command = [os.path.join(build, "bin", "plumb"), "train", program, "--data", "tokens.bin", "--json"]
     command += ["--threads", "1", "--microbatches", "2", "--steps", str(steps), "--save", f"{name}.pt2", *options]
     env = {**os.environ, "LD_PRELOAD": preload, "PLUMB_TEST_BACKEND": backend}
-    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     return [event["loss"] for event in told if "step" in event and "loss" in event], ended
 

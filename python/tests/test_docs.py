@@ -206,9 +206,9 @@ def test_the_site_is_built_without_a_dead_link(site, tmp_path):
     if chromium is None:
         return
     searched = subprocess.run(
-        [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom",
-         "--virtual-time-budget=20000", f"{(site / 'index.html').as_uri()}?q=unit"],
-        capture_output=True, text=True, timeout=120,
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", "--virtual-time-budget=20000", f"{(site / 'index.html').as_uri()}?q=unit"],
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert "matching documents" in searched.stdout, "the search box finds nothing in a page that was opened as a file"
 

@@ -239,9 +239,9 @@ BART = dict(model_type="bart", architectures=["BartForConditionalGeneration"], d
 def test_a_config_that_asks_for_ever_so_much_is_refused_at_once(config, says, tmp_path, monkeypatch):
     monkeypatch.setattr(hf._model, "_MOST_PARAMETERS", 1000)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    start = time.monotonic()
+    start = time.process_time()
     refused(says, tmp_path, batch=1, length=8)
-    assert time.monotonic() - start < 30
+    assert time.process_time() - start < 120, "before so many modules are built"
 
 
 def test_sizes_of_images_that_are_none_are_refused(tmp_path):

@@ -133,5 +133,5 @@ def test_a_fifo_and_a_device_without_end_are_no_files_to_read(read_it, tmp_path)
 
     thread = threading.Thread(target=refuse, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert done

@@ -347,7 +347,7 @@ def data_parallel_work(rank, size):
 def test_the_example_trains_as_one_process_does(tmp_path):
     script = pathlib.Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
     env = {k: v for k, v in os.environ.items() if k != "RANK"}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "the very same losses" in done.stdout and (tmp_path / "timeline.svg").stat().st_size
     first, last = map(float, re.search(r"loss ([0-9.]+) -> ([0-9.]+)", done.stdout).groups())
@@ -360,6 +360,6 @@ def test_the_example_names_a_device_that_is_not_there(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "RANK"}
     for name in ("nowhere", *(["cuda"] if not torch.cuda.is_available() else [])):
         command = [sys.executable, script, "--device", name]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 1 and done.stderr.startswith(f"--device {name}: "), done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -382,7 +382,7 @@ def losing_work(rank, size, how, own):
     modules = blocks(2)
     module = nn.parallel.DistributedDataParallel(modules[index], process_group=replicas[index])
     stage = PipelineStage(module, index, 2, "cpu", group=pipes[replica])
-    schedule = schedule_of("1F1B", [stage], own, timeout=3.0 if how == "stopped" else None)
+    schedule = schedule_of("1F1B", [stage], own, timeout=10.0 if how == "stopped" else None)
     x, target = batch(8)
     give = lambda: schedule.step(*([x] if index == 0 else []), target=target if index else None)  # noqa: E731
     give()
@@ -401,7 +401,7 @@ def losing_work(rank, size, how, own):
 @pytest.mark.parametrize("how, own", [("exit", PLAIN), ("stopped", PLAIN), ("exit", OWN)])
 def test_a_replica_that_is_lost_during_the_mean_is_named(how, own):
     started = ranks.start(losing_work, 4, how, own)
-    (first,) = ranks.finish(started[:1], 60)
+    (first,) = ranks.finish(started[:1], 300)
     for process, _ in started[1:]:
         process.kill()
     assert first.error == "Error" and "rank 2" in first.text, first

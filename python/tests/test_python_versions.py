@@ -35,7 +35,7 @@ def test_bytecode_is_read_and_code_is_swapped(version):
     if python is None:
         pytest.skip(f"Python {version} is not installed")
     ran = subprocess.run(
-        [python, str(CHECKS), str(Path(plumb.__file__).parent)], capture_output=True, text=True, timeout=120
+        [python, str(CHECKS), str(Path(plumb.__file__).parent)], capture_output=True, text=True, timeout=600
     )
     told = f"Python {version} changed: look in python/plumb/_capture/cpython.py, the one module that knows CPython's insides"
     assert ran.returncode == 0, f"{told}\n{ran.stderr}"

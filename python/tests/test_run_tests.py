@@ -28,7 +28,7 @@ def make_suites(folder, cpp, python):
 
 def run(*arguments):
     command = [sys.executable, ROOT / "tools/run_tests.py", *arguments]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
     rows = {}
     for line in done.stdout.partition("plumb: all parts")[2].splitlines():
         if found := re.match(r"  (\S.*?)  +(\d+) +(\d+) +\d+  (.*)$", line):
@@ -77,7 +77,7 @@ def test_tests_that_hang_or_end_their_process_are_named_and_the_others_run(tmp_p
         "def test_that_ends_its_process():\n    os.abort()\n"
         "def test_that_fails():\n    assert False\n"
     )
-    done, rows = run("cpp", "python", "--patience", "5", *suites)
+    done, rows = run("cpp", "python", "--patience", "10", *suites)
     assert done.returncode == 1
     red = "test_two::test_that_hangs; test_two::test_that_ends_its_process; test_two::test_that_fails"
     assert rows == {"C++": (3, 1, "third"), "Python": (5, 3, red)}, done.stdout + done.stderr

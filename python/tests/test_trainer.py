@@ -1,5 +1,6 @@
 """plumb.Trainer: the engine of `plumb train`, with the same bits."""
 
+import contextlib
 import json
 import os
 import pty
@@ -215,17 +216,17 @@ def test_a_table_and_a_dump_that_cannot_be_made_are_said_before_the_first_step(f
     dumps = ["file", "dangling", "/dev/null", "x" * 300, "file/below/it"]
     for option, name in [("--csv", "x" * 300), ("--csv", "/dev/full"), *(("--dump", name) for name in dumps)]:
         command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "3", option, name]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == 1 and name.removesuffix("/below/it") in done.stderr and "step 1/" not in done.stdout, (option, name, done)
     assert (folder / "file").read_text() == "kept" and not (folder / "nowhere").exists()
 
 
 def unread(command, folder):
-    train = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    train.stdout.close()  # as `| head -0` does
-    said = train.stderr.read()
-    train.stderr.close()
-    return train.wait(timeout=120), said
+    read, write = os.pipe()
+    os.close(read)  # as `| head -0` does
+    done = subprocess.run(command, cwd=folder, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -352,7 +353,13 @@ def test_a_run_draws_its_progress_in_a_terminal(folder):
     program.write_text(f"import plumb\nplumb.Trainer('lm.pt2', 'tokens.bin', **{OPTIONS!r}).run()\n")
     read, write = pty.openpty()
     run = subprocess.run([sys.executable, program], cwd=folder, stderr=write, timeout=300)
-    said = os.read(read, 65536).decode()
+    os.close(write)
+    said = b""
+    with contextlib.suppress(OSError):  # all has been read
+        while part := os.read(read, 65536):
+            said += part
+    os.close(read)
+    said = said.decode()
     assert run.returncode == 0 and re.search(r"\r\[ {5}#* *\] 1/6|\r\[#{5} {25}\] 1/6  loss [\d.]+", said)
     assert re.search(r"\r\[#{30}\] 6/6  loss [\d.]+  \d+:\d\d\x1b\[K\r?\n", said)
     quiet = subprocess.run([sys.executable, program], cwd=folder, capture_output=True, text=True, timeout=300)

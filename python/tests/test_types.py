@@ -84,9 +84,8 @@ def check(checker, folder, cache):
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed (tools/requirements.txt)")
     options = CHECKERS[checker] + ([str(cache)] if checker == "mypy" else [])
-    done = subprocess.run(
-        [sys.executable, "-m", checker, *options, "."], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=600
-    )  # fmt: skip
+    command = [sys.executable, "-m", checker, *options, "."]
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
