@@ -6,8 +6,8 @@
 
 #include <cstdlib>
 #include <future>
-#include <thread>
 
+#include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/cuda/self_check.h"
@@ -34,9 +34,9 @@ std::string joined_words(const std::vector<std::string>& words, const char* none
 }
 
 Finding threads() {
-  const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+  const int cores = num_cores();
   Finding f{"threads", str(at::get_num_threads(), " of torch's on ", cores, " processors"), ""};
-  if (at::get_num_threads() > int(cores))
+  if (at::get_num_threads() > cores)
     f.remedy = str("more threads than processors slow each other down: OMP_NUM_THREADS=", cores);
   const char* waits = std::getenv("OMP_WAIT_POLICY");
   f.found += std::string(", OMP_WAIT_POLICY ") + (waits ? waits : "is not set");

@@ -4,10 +4,10 @@
 #include <charconv>
 #include <limits>
 #include <sstream>
-#include <thread>
 
 #include <toml++/toml.h>
 
+#include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
@@ -274,8 +274,7 @@ std::vector<TrainField> output_fields() {
 }  // namespace
 
 int threads_of(const TrainOptions& o) {
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  return o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, cores / o.processes());
+  return o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, num_cores() / o.processes());
 }
 
 const std::vector<TrainField>& train_fields() {

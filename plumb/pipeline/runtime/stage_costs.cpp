@@ -17,6 +17,7 @@
 #include "plumb/autograd/recompute/live_bytes.h"
 #include "plumb/autograd/stage_backward.h"
 #include "plumb/capture/module_state_guard.h"
+#include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/cost.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
@@ -41,8 +42,7 @@ double done_by(GraphStage& stage) {
 class BusyRanks {
  public:
   explicit BusyRanks(int ranks) {
-    const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-    for (int i = 1; i < std::min(ranks, cores); i++) threads_.emplace_back([this] { work(); });
+    for (int i = 1; i < std::min(ranks, num_cores()); i++) threads_.emplace_back([this] { work(); });
   }
   ~BusyRanks() {
     stop_ = true;

@@ -18,6 +18,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/pipeline/transport/message.h"
@@ -151,7 +152,7 @@ bool HostRings::open(int peer, const std::string& address) {
 }
 
 void HostRings::look_first(int processes) {
-  if (processes > static_cast<int>(std::thread::hardware_concurrency())) return;  // those of this process's affinity
+  if (processes > num_cores()) return;
   most_looking_ = kLooking;
   for (Peer& peer : peers_) peer.look_for = kLooking;
 }
