@@ -132,6 +132,7 @@ int run_to_the_end(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   hold_standard_streams();
+  std::ios::sync_with_stdio(false);  // else a signal that comes while a slow reader is waited for ends the output
   handle_signals();
   plumb::keep_freed_memory();
   const int code = run_to_the_end(argc, argv);

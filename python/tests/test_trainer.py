@@ -1,6 +1,8 @@
 """plumb.Trainer: the engine of `plumb train`, with the same bits."""
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import pty
@@ -8,6 +10,8 @@ import re
 import signal
 import subprocess
 import sys
+import termios
+import time
 import warnings
 
 import numpy as np
@@ -244,6 +248,26 @@ def test_a_training_that_nobody_reads_saves(folder, stages):
     assert "the training goes on, and will save" in said.splitlines()[0], said
     assert plumb.load_pt2(folder / "t.pt2")(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 64)
 
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_signal_while_a_slow_reader_is_waited_for_loses_no_line(folder, stages):
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "1000000", "--json", "--stages", str(stages)]
+    process = subprocess.Popen(command, cwd=folder, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    before, there = 0, array.array("i", [-1])
+    while there[0] != before or before < 3500:  # until the pipe is full
+        before = there[0]
+        time.sleep(0.5)
+        fcntl.ioctl(read, termios.FIONREAD, there)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    with open(read) as lines:
+        events = [json.loads(line) for line in lines]
+    said = process.communicate(timeout=300)[1]
+    assert process.returncode == -signal.SIGTERM and "cannot be written" not in said, (process.returncode, said)
+    assert [e["step"] for e in events if "loss" in e] == list(range(1, 1 + sum("loss" in e for e in events)))
 
 def test_checkpoints_of_a_unit_scaled_file_are_for_unit_scaled_models(folder):
     subprocess.run([COMMAND, "scale", "lm.pt2", "-o", "scaled.pt2"], cwd=folder, check=True, capture_output=True)
