@@ -66,7 +66,9 @@ set_target_properties(torch_wheel PROPERTIES
   # c10d's headers hide Gloo unless told it is there, as it is in every Linux wheel.
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;_GLIBCXX_USE_CXX11_ABI=1"
   INTERFACE_COMPILE_OPTIONS "${_torch_openmp_flag}"
+  # libtorch.so brings CUDA's libraries, though no symbol of it is needed. It comes behind the C++ library: that of torch
+  # 2.11 has a std::filesystem of its own, which crashes.
   INTERFACE_LINK_LIBRARIES
-    "${TORCH_WHEEL_DIR}/lib/libtorch.so;${TORCH_WHEEL_DIR}/lib/libtorch_cpu.so;${TORCH_WHEEL_DIR}/lib/libc10.so;${_torch_openmp}"
+    "${TORCH_WHEEL_DIR}/lib/libtorch_cpu.so;${TORCH_WHEEL_DIR}/lib/libc10.so;${_torch_openmp};stdc++;${TORCH_WHEEL_DIR}/lib/libtorch.so"
   # A CUDA wheel's libraries need others that only their own run paths find.
-  INTERFACE_LINK_OPTIONS "LINKER:--allow-shlib-undefined")
+  INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed,--allow-shlib-undefined")
