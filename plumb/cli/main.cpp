@@ -137,7 +137,7 @@ int main(int argc, char** argv) {
   plumb::keep_freed_memory();
   const int code = run_to_the_end(argc, argv);
 #ifdef PLUMB_SANITIZED  // by any compiler
-  return code;  // sanitizers report at the end of the process
+  return code;          // sanitizers report at the end of the process
 #else
   // Torch takes its tables of operators apart for 0.1 s when a process ends, a quarter of a short command.
   std::cout.flush();
