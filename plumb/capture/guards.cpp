@@ -124,7 +124,7 @@ bool Guards::guard_check(const RecordedArg& condition, const at::Tensor& tensor)
   if (!recorder_.request.is_check()) return false;
   guard("plumb::guard_check", {condition}, {answer, recorder_.where()},
         std::string("a check of a value was ") + (answer ? "true" : "false") +
-            " at capture: the graph checks that it still does");
+            " at capture: the graph checks that it still is");
   return true;
 }
 

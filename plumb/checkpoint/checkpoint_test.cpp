@@ -161,6 +161,9 @@ TEST_F(Checkpoints, OfTwoLiveRunsDoNotMix) {
   EXPECT_THAT(refused().what(), HasSubstr("another writer of this process"));
   spill(folder_ / ".checkpoints.lock", "1");  // as the lock of another process
   EXPECT_THAT(refused().what(), HasSubstr("another run"));
+  writer.close();
+  EXPECT_EQ(error_of([&] { writer.save(1, part(1), {}); }).kind(), ErrorKind::InvalidState);
+  CheckpointWriter(folder_, 0, 1, "r2").save(1, part(1), {});
 }
 
 TEST_F(Checkpoints, AreRefusedWithArgumentsThatCannotBeKept) {

@@ -125,12 +125,19 @@ CheckpointWriter::CheckpointWriter(std::string run_folder, int rank, int world, 
   remove_unfinished(std::nullopt);
 }
 
-CheckpointWriter::~CheckpointWriter() {
+CheckpointWriter::~CheckpointWriter() { close(); }
+
+void CheckpointWriter::close() {
   wait();
   if (lock_ >= 0) ::close(lock_);
+  lock_ = -1;
+  closed_ = true;
 }
 
 void CheckpointWriter::save(int64_t step, const CheckpointPart& part, const nlohmann::json& state) {
+  if (closed_)
+    throw Error(ErrorKind::InvalidState, run_folder_ + ": this writer of checkpoints is closed", "",
+                "make another one");
   if (step < 0) throw Error(ErrorKind::InvalidArgument, "a checkpoint of step " + std::to_string(step));
   check_state(state);
   CheckpointPart once = without_copies_of_ties(part);

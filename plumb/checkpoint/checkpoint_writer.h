@@ -54,7 +54,7 @@ class CheckpointWriter {
   // writers before the first save. Throws Error(InvalidArgument), Error(CannotWrite), and on rank 0 Error(InvalidState)
   // if another run that is alive writes into the folder.
   CheckpointWriter(std::string run_folder, int rank, int world, std::string run_id, CheckpointOptions options = {});
-  // Waits for the save that runs.
+  // As close().
   ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
@@ -62,11 +62,14 @@ class CheckpointWriter {
   // Copies the tensors to memory of the host, and writes them from there, after waiting for a save that still runs.
   // `state`: the trainer's own, that of rank 0 counts. All ranks call it with the same step; an existing checkpoint of
   // this step is replaced in one step, too. Throws Error(InvalidArgument) for a state that JSON cannot hold exactly
-  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold; problem() returns errors
-  // of files and of other ranks.
+  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold, and Error(InvalidState)
+  // after close(); problem() returns errors of files and of other ranks.
   void save(int64_t step, const CheckpointPart& part, const nlohmann::json& state);
   // Waits until the last save is done on all ranks.
   void wait();
+  // Waits likewise. Another writer may use the folder then, and this one no more; problem() and take_reports() still
+  // tell of its last save.
+  void close();
   // Ends waiting for other ranks: the save that runs fails. For runs that have lost a rank.
   void abandon() { abandoned_ = true; }
   // Returns the error of the last finished save, if it failed.
@@ -86,6 +89,7 @@ class CheckpointWriter {
   int rank_, world_;
   CheckpointOptions options_;
   int lock_ = -1;
+  bool closed_ = false;
   std::atomic<bool> abandoned_ = false;
   std::future<CheckpointReport> running_;
   std::vector<CheckpointReport> reports_;

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <array>
-#include <limits>
 #include <optional>
 #include <vector>
 

@@ -169,8 +169,8 @@ std::vector<TrainField> layout_fields() {
        "cpu, cuda, ...: where stages compute; each process of a host has the device of its own number there"},
       field("threads", &O::threads,
             "Threads of each process (0: the cores shared out). With the same number losses are equal bit for bit "
-            "whatever the "
-            "stages, but for weights tied across stages (gradients are summed in another order, or --transmit)",
+            "whatever the stages, but for weights tied across stages (gradients are summed in another order, or "
+            "--transmit)",
             whole_number(0, 1024)),
   };
 }

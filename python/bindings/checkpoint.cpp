@@ -31,6 +31,7 @@ Register checkpoint_part([](py::module_& m) {
       .def("save", &save_checkpoint, FreeGil(), py::arg("step"), py::arg("model"), py::arg("optimizer"),
            py::arg("state"), py::arg("unit_scaled"))
       .def("wait", &CheckpointWriter::wait, FreeGil())
+      .def("close", &CheckpointWriter::close, FreeGil())
       .def("problem", &CheckpointWriter::problem)
       .def("take_reports", [](CheckpointWriter& writer) {
         py::list reports;

@@ -189,7 +189,7 @@ class Writer:
         self._size = dist.get_world_size(group) if self._together else 1
         # In order: rank 0 removes what dead runs have left before any rank saves.
         run = self._gather(uuid.uuid4().hex)[0]
-        self._writer: Any = _C.CheckpointWriter(
+        self._writer = _C.CheckpointWriter(
             os.fspath(folder), self._rank, self._size, run, keep_last, keep_every, background, timeout
         )
         self._gather(None)
@@ -207,7 +207,6 @@ class Writer:
         parameters, and `state`: anything that JSON holds; that of rank 0 counts. All ranks call it.
 
         What befalls files and other ranks does not raise: see :meth:`problem`."""
-        self._open()  # refuses before anything is gathered; no local name, which a traceback would keep
         tensors = _tensors(model)
         own: list[tuple[str, Tensor]] = []
         about: dict[str, Any] = {"groups": [], "values": {}}
@@ -230,7 +229,7 @@ class Writer:
             raise Error(
                 f"the state cannot be kept as JSON: {error}", remedy="keep numbers, texts, lists and dicts"
             ) from None
-        self._open().save(
+        self._writer.save(
             step,
             [(name, tensor) for name, tensor in tensors.items() if name not in others[0]],
             [(name, tensor) for name, tensor in own if name not in others[1]],
@@ -240,32 +239,26 @@ class Writer:
 
     def wait(self) -> None:
         """Returns when the last save is done on all ranks."""
-        self._open().wait()
+        self._writer.wait()
 
     def problem(self) -> str | None:
         """Returns the error of the last finished save, None if it succeeded. The next save is tried all the same."""
-        return self._open().problem()
+        return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
         """Returns the saves since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
-        return self._open().take_reports()
+        return self._writer.take_reports()
 
     def close(self) -> None:
-        """Waits for the last save. Another writer may use the folder then, and this one no more."""
-        if self._writer is not None:
-            self._writer.wait()
-        self._writer = None
+        """Waits for the last save. Another writer may use the folder then, and this one no more; :meth:`problem` and
+        :meth:`reports` still tell of its last save."""
+        self._writer.close()
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _open(self) -> Any:
-        if self._writer is None:
-            raise Error("this writer is closed", kind=ErrorKind.InvalidState, remedy="make another Writer")
-        return self._writer
 
 
 def save(

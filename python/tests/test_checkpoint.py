@@ -105,8 +105,10 @@ def test_a_folder_has_one_writer_until_it_is_closed(tmp_path):
         assert "close that writer" in error.value.remedy
     assert plumb.checkpoint.newest(tmp_path)[0].step == 1
     writer.close()  # once more: nothing
-    with pytest.raises(plumb.Error, match="this writer is closed"):
+    assert writer.problem() is None and [r["step"] for r in writer.reports()] == [1]
+    with pytest.raises(plumb.Error, match="this writer of checkpoints is closed") as error:
         writer.save(net, step=2)
+    assert error.value.kind is plumb.ErrorKind.InvalidState
     plumb.checkpoint.Writer(tmp_path).save(net, step=2)
 
 

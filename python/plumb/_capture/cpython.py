@@ -1,4 +1,5 @@
-"""Everything that depends on the insides of CPython. If a new Python breaks plumb, look here and nowhere else.
+"""Everything that depends on the insides of CPython, but for its builtin functions (python/bindings/builtin_calls.cpp). If a new
+Python breaks plumb, look here and there.
 
 - `running()` reads the bytecode of running frames: the instruction that runs, and the ones around it. Instructions that a newer Python
   joins or splits are told apart here.
