@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
   app.add_option("--lr", lr, "The learning rate of --only");
   app.add_option("--tau-attention", options.tau_attention, "Weight of attention in unit-scaled residual adds")
       ->capture_default_str();
-  app.add_option("--seed", options.seed, "Of weights and batches")->capture_default_str();
+  app.add_option("--seed", options.seed, "Seed of weights and batches")->capture_default_str();
   app.add_flag("--small", small, "A tiny model, to see that everything runs");
   app.add_flag("--worker", is_worker, "")->group("");
   app.add_flag("--real-worker", is_real_worker, "")->group("");

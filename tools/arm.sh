@@ -15,7 +15,7 @@ self=$PWD/tools/arm.sh arm=$PWD/.arm build=$PWD/build-arm
 root=$arm/root site=$arm/site
 python=$root/usr/bin/python3
 SUITES="core numerics pointwise graph schedule scaling capture transforms exported partition pipeline
-  tensors autograd recording checkpoint training"
+  autograd recording checkpoint training"
 
 # --- what is missing ---------------------------------------------------------------------------------------------
 

@@ -1,12 +1,18 @@
 """Google Benchmark's JSON on standard input -> a Markdown table.
 
-Benchmarks whose names differ only in one part that holds "eager" against "plumb" stand beside each other in a row."""
+Benchmarks whose names differ only in one part that holds "eager" against "plumb" stand beside each other in a row. A
+benchmark's own counters are columns of its row."""
 
 import json
 import re
 import sys
 
 from tables import table
+
+# What Google Benchmark writes of every benchmark.
+OWN = """name run_name run_type repetitions repetition_index threads iterations real_time cpu_time time_unit family_index
+per_family_instance_index aggregate_name aggregate_unit label bytes_per_second items_per_second error_occurred
+error_message""".split()
 
 
 def span(nanoseconds: float) -> str:
@@ -36,6 +42,8 @@ def compared(benchmarks: list[dict]) -> str:
     head = ["benchmark", "plumb:", *([] if not rated else ["rate:"])]
     for who in others:
         head += [f"{who}:", f"plumb / {who}:"]
+    counters = list(dict.fromkeys(key for row in rows.values() for b in row.values() for key in b if key not in OWN))
+    head += [f"{name}:" for name in counters]
     lines = []
     for name, row in rows.items():
         ns = {
@@ -56,6 +64,7 @@ def compared(benchmarks: list[dict]) -> str:
         for who in others:
             both = who in ns and "plumb" in ns
             cells += [span(ns[who]) if who in ns else "", f"{ns['plumb'] / ns[who]:.2f}" if both else ""]
+        cells += [f"{row['plumb'][c]:.3f}" if c in row.get("plumb", {}) else "" for c in counters]
         lines.append(cells)
     return table(head, lines)
 

@@ -29,7 +29,7 @@ void translate(std::exception_ptr pointer) {
 }
 
 Register errors_part([](py::module_& m) {
-  py::enum_<ErrorKind> kinds(m, "ErrorKind", "What kind of thing went wrong.");
+  py::enum_<ErrorKind> kinds(m, "ErrorKind", "Kind of an error: what the code decides by.");
 #define PLUMB_ERROR_KIND(name, meaning) kinds.value(#name, ErrorKind::name, meaning);
   PLUMB_ERROR_KINDS(PLUMB_ERROR_KIND)
 #undef PLUMB_ERROR_KIND

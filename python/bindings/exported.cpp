@@ -77,8 +77,8 @@ ExportedProgram from_tuple(const py::tuple& t) {
 }
 
 Register exported_part([](py::module_& m) {
-  py::class_<ExportedProgram, std::shared_ptr<ExportedProgram>>(m, "ExportedProgram",
-                                                                "What only a .pt2 file knows of a module.")
+  py::class_<ExportedProgram, std::shared_ptr<ExportedProgram>>(
+      m, "ExportedProgram", "Module's record that only a .pt2 file has: arguments, layers, origin.")
       .def(py::init<>())
       .def_readonly("argument_names", &ExportedProgram::argument_names)
       .def_readwrite("pretrained", &ExportedProgram::pretrained)

@@ -117,7 +117,8 @@ std::shared_ptr<PipeTable> make_table(const std::vector<std::pair<std::vector<st
 }
 
 void bind_pipe_table(py::module_& m) {
-  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a pipeline.")
+  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable",
+                                                    "Table of the values that flow between the stages of a pipeline.")
       .def(py::init(&make_table), py::arg("stages"), py::arg("num_inputs") = 1)
       .def_static(
           "dynamic_chain",

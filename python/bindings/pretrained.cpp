@@ -33,7 +33,7 @@ Register pretrained_part([](py::module_& m) {
         load_weights(module, Pretrained::parse(record), folder);
         return folder.bytes_read();
       },
-      FreeGil(), "Answers how many bytes of tensors were read.", py::arg("module"), py::arg("record"), py::arg("path"));
+      FreeGil(), "Returns how many bytes of tensors were read.", py::arg("module"), py::arg("record"), py::arg("path"));
   m.def(
       "write_weights",
       [](const std::string& out, const Modules& modules, size_t part, const std::string& record,

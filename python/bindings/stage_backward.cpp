@@ -88,7 +88,7 @@ std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& no
 
 Register stage_backward_part([](py::module_& m) {
   set_find_checkpointed(&find_checkpointed);
-  py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")
+  py::class_<DeferredWeights>(m, "DeferredWeights", "Work that is left for the weight half of a stage's backward.")
       .def_property_readonly("pending", &DeferredWeights::pending)
       // Returns the places where it starts: [(node, number of its input, gradient, node that made the gradient in the
       // input half or None)]

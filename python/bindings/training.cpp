@@ -92,7 +92,7 @@ const Register training_part([](py::module_& m) {
         for (const Finding& f : findings) all.emplace_back(f.topic, f.found, f.remedy);
         return std::make_pair(all, to_text(findings));
       },
-      FreeGil(), "What plumb finds on this machine.");
+      FreeGil(), "Report on this machine: CPU, torch, devices, kernels.");
   m.def(
       "train_saves_weights",
       [](const std::string& config, const FieldTexts& texts) { return read_options(config, texts).saves_weights(); },
