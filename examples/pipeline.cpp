@@ -15,12 +15,17 @@
 
 namespace {
 
-constexpr int kMicrobatches = 4, kRows = 64, kSteps = 20;
+constexpr int kMicrobatches = 4, kRows = 64, kSteps = 100;
 
 torch::nn::Sequential make_model() {
   torch::manual_seed(0);
-  return torch::nn::Sequential(torch::nn::Linear(8, 32), torch::nn::GELU(), torch::nn::Linear(32, 32),
-                               torch::nn::GELU(), torch::nn::Linear(32, 1));
+  torch::nn::Sequential net;  // one after the other: compilers differ in which argument of a call they make first
+  net->push_back(torch::nn::Linear(8, 32));
+  net->push_back(torch::nn::GELU());
+  net->push_back(torch::nn::Linear(32, 32));
+  net->push_back(torch::nn::GELU());
+  net->push_back(torch::nn::Linear(32, 1));
+  return net;
 }
 
 // Inputs and targets of a step, the same in every process.

@@ -98,8 +98,7 @@ wheel() {
   # Python's own packaging takes the platform's name from here.
   rm -f dist/plumb-*aarch64.whl
   PATH="$PWD/.venv/bin:$PATH" _PYTHON_HOST_PLATFORM=linux-aarch64 "$self" run tools/wheel.sh "$build"
-  local there
-  there=$(mktemp -d)
+  there=$(mktemp -d) # not local: the trap runs when this function is over
   trap 'rm -rf "$there"' EXIT
   .venv/bin/python -m zipfile -e dist/plumb-*aarch64.whl "$there"
   say "importing it with Python for ARM"
@@ -116,6 +115,9 @@ print('plumb', plumb.__version__, platform.machine(), torch.__version__, FPForma
 # its own (Linux 6.7), so that nothing of the system changes.
 run() {
   export QEMU_LD_PREFIX=$root QEMU_CPU=neoverse-n1
+  # Tests that compile kernels load them.
+  PLUMB_EMULATOR_COMPILER=$(sed -n 's/^PLUMB_ARM_COMPILER:FILEPATH=//p' "$build/CMakeCache.txt" 2>/dev/null || true)
+  export PLUMB_EMULATOR_COMPILER=${PLUMB_EMULATOR_COMPILER:-g++}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE RC_PARAMS=${RC_PARAMS:-seed=1}
   if "$python" -c '' 2>/dev/null; then exec "$@"; fi
   exec unshare --user --map-root-user --mount "$self" registered "$@"

@@ -48,6 +48,7 @@ def assembly_of(names):
             text += [".quad _ZTVN10__cxxabiv117__class_type_infoE + 16", ".quad . + 8", f'.asciz "{name[4:]}"']
         else:
             text += [".zero 512" if is_data else FUNCTION]
+    text.append('.section .note.GNU-stack, "", %progbits')  # a stack that may be executed is refused by glibc 2.41
     return "\n".join([*text, ""])
 
 

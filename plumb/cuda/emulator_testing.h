@@ -82,10 +82,11 @@ class Emulator : public Machine {
           << ", a, blocks); }\n";
     }
     out.close();
-    const char* more = std::getenv("PLUMB_EMULATOR_FLAGS");  // sanitizers
-    const std::string command = "g++ -std=c++20 -O1 -ffp-contract=off -shared -fPIC -w " +
-                                std::string(more ? more : "") + " -I " PLUMB_SOURCE_DIR " -o " + library + " " +
-                                source + " 2>" + folder_ + "/log";
+    const char *compiler = std::getenv("PLUMB_EMULATOR_COMPILER"), *more = std::getenv("PLUMB_EMULATOR_FLAGS");
+    const std::string command = std::string(compiler ? compiler : "g++") +  // another: for another machine
+                                " -std=c++20 -O1 -ffp-contract=off -shared -fPIC -w " +
+                                std::string(more ? more : "") +  // sanitizers
+                                " -I " PLUMB_SOURCE_DIR " -o " + library + " " + source + " 2>" + folder_ + "/log";
     if (std::system(command.c_str()) != 0) {
       std::ifstream log(folder_ + "/log");
       throw std::runtime_error(std::string(std::istreambuf_iterator<char>(log), {}));

@@ -17,7 +17,8 @@ foreach(_level IN LISTS _levels)
     elseif(_level STREQUAL kernels_avx2)
       list(APPEND _options -mavx2 -mfma -mf16c -mbmi -mbmi2 -mtune=haswell)
     elseif(_level STREQUAL kernels_avx512)
-      list(APPEND _options -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2
+      # All that Highway's functions ask for (1.3: conflict detection, too): others cannot be inlined.
+      list(APPEND _options -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2
            -mprefer-vector-width=512 -mtune=skylake-avx512)
       # GCC 12 warns of the undefined lanes in its own header (GCC bug 105593).
       list(APPEND _options -Wno-uninitialized $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
