@@ -42,11 +42,12 @@ fetch_packages() {
 }
 
 fetch_wheels() {
-  local folder=$1 version=$2 torch=$3 platforms=(--platform manylinux2014_aarch64) glibc
+  local folder=$1 version=$2 torch=$3 transformers=$4 platforms=(--platform manylinux2014_aarch64) glibc
   for glibc in 17 24 25 26 27 28; do platforms+=(--platform "manylinux_2_${glibc}_aarch64"); done
-  .venv/bin/python -m pip download -q --disable-pip-version-check -d "$folder.part" --only-binary=:all: --no-deps \
-    --python-version "$version" --implementation cp "${platforms[@]}" \
-    "torch==$torch" numpy typing_extensions filelock fsspec jinja2 markupsafe networkx sympy mpmath
+  local download=(.venv/bin/python -m pip download -q --disable-pip-version-check -d "$folder.part" --only-binary=:all:
+    --python-version "$version" --implementation cp "${platforms[@]}")
+  "${download[@]}" "transformers==$transformers" # a test's program is of one of its models
+  "${download[@]}" --no-deps "torch==$torch" typing_extensions filelock fsspec jinja2 markupsafe networkx sympy mpmath
   mv "$folder.part" "$folder"
 }
 
@@ -70,15 +71,16 @@ describe_cpu() {
 setup() {
   need_programs
   tools/bootstrap.sh test
-  local version torch
+  local version torch transformers
   version=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   torch=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])')
-  local packages=$arm/packages-$version wheels=$arm/wheels-$version-$torch stamp file
+  transformers=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("transformers"))')
+  local packages=$arm/packages-$version wheels=$arm/wheels-$version-$torch-$transformers stamp file
   stamp="$packages $wheels 1 $(cksum <tools/without_cuda.py)" # another number unpacks anew
   [ "$(cat "$arm/stamp" 2>/dev/null)" != "$stamp" ] || return 0
   mkdir -p "$arm"
   [ -d "$packages" ] || { say "fetching Debian's packages for ARM" && fetch_packages "$packages" "$version"; }
-  [ -d "$wheels" ] || { say "fetching torch $torch for ARM" && fetch_wheels "$wheels" "$version" "$torch"; }
+  [ -d "$wheels" ] || { say "fetching torch $torch for ARM" && fetch_wheels "$wheels" "$version" "$torch" "$transformers"; }
   say "unpacking Python and torch for ARM"
   rm -rf "$root" "$site"
   for file in "$packages"/*.deb; do dpkg-deb -x "$file" "$root"; done

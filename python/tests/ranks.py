@@ -31,8 +31,8 @@ class Ended:
     exit_code: int | None = None
 
 
-def _rank(fn, rank, size, store, pipe, timeout, args):
-    torch.set_num_threads(1)
+def _rank(fn, rank, size, store, pipe, timeout, threads, args):
+    torch.set_num_threads(threads)
     device.use()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
@@ -52,13 +52,17 @@ def _rank(fn, rank, size, store, pipe, timeout, args):
 
 
 def start(fn, size, *args, timeout=600.0):
-    """`fn(rank, size, *args)` on every rank of a group; the processes and the pipes their ends come through."""
-    folder = tempfile.mkdtemp()
+    """`fn(rank, size, *args)` on every rank of a group; the processes and the pipes their ends come through.
+
+    Ranks have as many threads as this process: bits depend on it."""
+    folder, threads = tempfile.mkdtemp(), torch.get_num_threads()
     started = []
     for rank in range(size):
         ours, theirs = _context.Pipe(duplex=False)
         process = _context.Process(
-            target=_rank, args=(fn, rank, size, os.path.join(folder, "store"), theirs, timeout, args), daemon=True
+            target=_rank,
+            args=(fn, rank, size, os.path.join(folder, "store"), theirs, timeout, threads, args),
+            daemon=True,
         )
         process.start()
         theirs.close()
