@@ -2,7 +2,7 @@
 
 torch's wheels of PyPI are builds for CUDA. Their libraries name those of CUDA, gigabytes that nothing on a CPU calls. Each
 library that is named and not there becomes one with every symbol that is then missing: as data it is zeros, as
-a function it returns the address of some, which is an error's number where one is asked for.
+a function it returns the address of some, which is an error's number where one is asked for. There is no device.
 """
 
 import pathlib
@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 
-# By the number of the machine in an ELF file: the prefix of its tools, and a function's text.
+# By the number of the machine in an ELF file: the prefix of its tools, a function's text, and that of cudaGetDeviceCount, which
+# returns cudaErrorNoDevice: torch warns of others.
 MACHINES = {
-    183: ("aarch64-linux-gnu-", "adrp x0, nothing; add x0, x0, :lo12:nothing; ret"),
-    62: ("x86_64-linux-gnu-", "lea nothing(%rip), %rax; ret"),
+    183: ("aarch64-linux-gnu-", "adrp x0, nothing; add x0, x0, :lo12:nothing; ret", "mov w0, #100; ret"),
+    62: ("x86_64-linux-gnu-", "lea nothing(%rip), %rax; ret", "mov $100, %eax; ret"),
 }
-PREFIX, FUNCTION = "", ""
+PREFIX, FUNCTION, NO_DEVICE = "", "", ""
 
 
 def lines_of(*command):
@@ -47,7 +48,7 @@ def assembly_of(names):
         if name.startswith("_ZTI"):  # of a class without bases; tables of types ask for the name
             text += [".quad _ZTVN10__cxxabiv117__class_type_infoE + 16", ".quad . + 8", f'.asciz "{name[4:]}"']
         else:
-            text += [".zero 512" if is_data else FUNCTION]
+            text += [".zero 512" if is_data else NO_DEVICE if name == "cudaGetDeviceCount" else FUNCTION]
     text.append('.section .note.GNU-stack, "", %progbits')  # a stack that may be executed is refused by glibc 2.41
     return "\n".join([*text, ""])
 
@@ -72,9 +73,9 @@ def make_library(path, symbols):
 
 
 def main():
-    global PREFIX, FUNCTION
+    global PREFIX, FUNCTION, NO_DEVICE
     folder, *system = (pathlib.Path(argument) for argument in sys.argv[1:])
-    PREFIX, FUNCTION = MACHINES[int.from_bytes((folder / "libc10.so").read_bytes()[18:20], "little")]
+    PREFIX, FUNCTION, NO_DEVICE = MACHINES[int.from_bytes((folder / "libc10.so").read_bytes()[18:20], "little")]
     kept = sorted(path for path in folder.iterdir() if ".so" in path.name)
     needed = {name for path in kept for name in needed_by(path)}
     there = {place / name for name in needed for place in system if (place / name).exists()} | set(kept)
