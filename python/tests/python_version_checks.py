@@ -21,7 +21,7 @@ class Seen:
     """Looks at the frame that calls it, or asks for its truth or size."""
 
     def __init__(self):
-        self.names, self.raises, self.empty, self.function = [], [], [], []
+        self.names, self.raises, self.empty, self.function, self.truth = [], [], [], [], True
 
     def look(self, value=True):
         code, n = cpython.running(sys._getframe(1))
@@ -33,7 +33,10 @@ class Seen:
     def __bool__(self):
         code, n = cpython.running(sys._getframe(1))
         self.raises.append(code.decides_a_raise(n))
-        return True
+        return self.truth
+
+    def __gt__(self, _):
+        return self
 
     @property
     def size(self):
@@ -95,6 +98,18 @@ def test_branches_that_only_raise():
 
     forward()
     assert seen.raises == [True, True, False, False, False, True], seen.raises
+
+    def compares():
+        if seen > 1:
+            raise ValueError("no")
+        x = 1
+        if seen > 1:
+            x = 2
+        return x
+
+    seen.raises, seen.truth = [], False
+    compares()
+    assert seen.raises == [True, False], seen.raises
 
 
 def test_sizes_that_are_held_against_zero():

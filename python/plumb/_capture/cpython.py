@@ -106,7 +106,8 @@ class Code:
     def decides_a_raise(self, n: int) -> bool:
         """Returns whether instruction n decides a branch of which one way does nothing but raise an exception."""
         instructions = self.instructions
-        if instructions[n].opname.startswith("CALL"):  # bool(t), or a conversion before a jump
+        # bool(t), or a conversion before a jump; from Python 3.13 on a comparison before a jump converts what it got.
+        if instructions[n].opname.startswith("CALL") or instructions[n].opname == "COMPARE_OP":
             n += 1
         while n < len(instructions) and instructions[n].opname in ("UNARY_NOT", "TO_BOOL"):
             n += 1
