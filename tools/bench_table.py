@@ -9,7 +9,7 @@ import sys
 
 from tables import table
 
-# What Google Benchmark writes of every benchmark.
+# Keys that Google Benchmark writes itself.
 OWN = """name run_name run_type repetitions repetition_index threads iterations real_time cpu_time time_unit family_index
 per_family_instance_index aggregate_name aggregate_unit label bytes_per_second items_per_second error_occurred
 error_message""".split()

@@ -378,6 +378,20 @@ def test_names_of_modules_need_not_be_names_of_python():
     torch.testing.assert_close(torch.compile(m, backend="aot_eager", fullgraph=True)(x), m(x))
 
 
+def test_what_torch_compile_asks_stays_the_same_function():
+    """torch.compile finds it by identity, and may be loaded for the first time by a forward that is captured."""
+    seen = []
+
+    def forward(x):
+        seen.append((torch.compiler.is_compiling, torch.compiler.is_compiling()))
+        return x * 2
+
+    before = torch.compiler.is_compiling
+    plumb.capture(Fn(forward), torch.ones(2))
+    assert all(function is before and said is False for function, said in seen) and seen
+    assert torch.compiler.is_compiling is before
+
+
 def test_a_custom_function_inside_torch_func_grad_is_refused():
     class Double(torch.autograd.Function):
         generate_vmap_rule = True

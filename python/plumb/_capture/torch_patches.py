@@ -12,6 +12,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 
 from .. import _C
+from .cpython import calls_go_to
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PLUMB = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -179,11 +180,11 @@ def has_libraries(module: nn.Module) -> bool:
 
 
 def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
-    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, while `tell` returns true."""
-    original = torch.compiler.is_compiling
+    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, while `tell` returns true. It stays the same function:
+    torch.compile knows it by that, and may be loaded meanwhile."""
 
-    def is_compiling() -> bool:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+    def answer(original: Callable[[], bool], *_: Any) -> bool:
+        caller = sys._getframe(3).f_globals.get("__name__", "")  # behind is_compiling and calls_go_to
         return (tell() and caller.partition(".")[0] in _LIBRARIES) or original()
 
-    return patched(torch.compiler, is_compiling=is_compiling)
+    return calls_go_to(torch.compiler.is_compiling, answer)
