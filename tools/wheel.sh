@@ -11,11 +11,12 @@ rm -rf "$plain"
 echo "plumb: packing the wheel"
 python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$plain" .
 wheel=$(cd "$plain" && echo *.whl)
-rm -f dist/"${wheel%-linux_*}"-*.whl
+name=${wheel%-linux_*} machine=${wheel##*-linux_} # wheels for other machines stay
+rm -f dist/"$name"-*_"$machine"
 libraries=$(python -c 'import importlib.util, os; print(os.path.dirname(importlib.util.find_spec("torch").origin) + "/lib")')
 LD_LIBRARY_PATH=$libraries auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libgomp*' \
   --exclude libplumb.so -w dist "$plain"/*.whl >"$build/auditwheel.log" 2>&1 || { tail -20 "$build/auditwheel.log" >&2; exit 1; }
-wheel=$(ls dist/"${wheel%-linux_*}"-*.whl)
+wheel=$(ls dist/"$name"-*_"$machine")
 if taken=$(python -m zipfile -l "$wheel" | grep -oE 'plumb\.libs/[^ ]+\.so[^ ]*'); then
   echo "plumb: $wheel has libraries of this machine: $taken" >&2
   exit 1
