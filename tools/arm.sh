@@ -117,9 +117,10 @@ print('plumb', plumb.__version__, platform.machine(), torch.__version__, FPForma
 # its own (Linux 6.7), so that nothing of the system changes.
 run() {
   export QEMU_LD_PREFIX=$root QEMU_CPU=neoverse-n1
-  # Tests that compile kernels load them.
-  PLUMB_EMULATOR_COMPILER=$(sed -n 's/^PLUMB_ARM_COMPILER:FILEPATH=//p' "$build/CMakeCache.txt" 2>/dev/null || true)
-  export PLUMB_EMULATOR_COMPILER=${PLUMB_EMULATOR_COMPILER:-g++}
+  # Tests that compile kernels load them. Before the build is configured there are none.
+  local compiler
+  compiler=$(sed -n 's/^PLUMB_ARM_COMPILER:FILEPATH=//p' "$build/CMakeCache.txt" 2>/dev/null || true)
+  [ -z "$compiler" ] || export PLUMB_EMULATOR_COMPILER=$compiler
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE RC_PARAMS=${RC_PARAMS:-seed=1}
   if "$python" -c '' 2>/dev/null; then exec "$@"; fi
   exec unshare --user --map-root-user --mount "$self" registered "$@"
