@@ -1,5 +1,7 @@
 #include "errors.h"
 
+#include <utility>
+
 #include "module.h"
 
 namespace plumb::python {
@@ -17,10 +19,19 @@ py::object text_of(const std::string& text) {
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
 
+// The interrupt (KeyboardInterrupt, SystemExit) that ended Python code which the engine called on this thread; owned.
+// It is the user's and no failure of what was interrupted: it takes the place of the Error that it became.
+thread_local PyObject* interrupt = nullptr;
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& e) {
+    if (interrupt != nullptr) {
+      const auto raised = py::reinterpret_steal<py::object>(std::exchange(interrupt, nullptr));
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+      return;
+    }
     const py::object error =
         error_class()(text_of(e.message()), py::arg("kind") = e.kind(), py::arg("where") = text_of(e.where()),
                       py::arg("remedy") = text_of(e.remedy()));
@@ -51,6 +62,10 @@ Error to_error(const py::error_already_set& error) {
     const py::object& e = error.value();
     return Error(e.attr("kind").cast<ErrorKind>(), py::str(e.attr("message")), py::str(e.attr("where")),
                  py::str(e.attr("remedy")));
+  }
+  if (!error.matches(PyExc_Exception)) {
+    if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
+    Py_XDECREF(std::exchange(interrupt, error.value().inc_ref().ptr()));
   }
   return Error(ErrorKind::ExecutionFailed, py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
                                                py::str(error.value()).cast<std::string>());

@@ -6,7 +6,8 @@
 namespace plumb::python {
 
 // The Error that a Python exception stands for: a plumb.Error with its fields; any other is of kind ExecutionFailed and
-// reads "ValueError: what it said". Needs the GIL.
+// reads "ValueError: what it said". What is no Exception (KeyboardInterrupt, SystemExit) is kept for the thread: the
+// next Error that leaves for Python there is raised as it. Needs the GIL.
 Error to_error(const py::error_already_set& error);
 
 // f() under the GIL. Python's exceptions must not travel through code without it, and become Errors.

@@ -13,7 +13,7 @@
 namespace plumb::python {
 namespace {
 
-// f() under the GIL for a stage of Python's, which notes an exception: it becomes the cause of the step's error.
+// f() under the GIL for a stage of Python's, which notes an Exception: it becomes the cause of the step's error.
 // Signals are looked for here, as Python does so only while its own code runs.
 template <typename F>
 auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
@@ -22,7 +22,7 @@ auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       return f();
     } catch (const py::error_already_set& error) {
-      stage->attr("note")(error.value());
+      if (error.matches(PyExc_Exception)) stage->attr("note")(error.value());
       throw;
     }
   });

@@ -24,7 +24,8 @@ from pipelines import (
     schedule_for,
     stages_of,
 )
-from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleTable, TensorChunkSpec, search_schedule
+from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleTable, TensorChunkSpec, pipeline, search_schedule
+from plumb.pipelining._actions import FORWARD
 from plumb.pipelining.schedules import _ScheduleForwardOnly, get_schedule_class
 from torch import nn
 
@@ -307,13 +308,35 @@ def test_what_a_stage_raises_names_the_action_and_is_the_cause():
     assert same(grads(modules), grads(reference))
 
 
-def test_an_interrupt_stays_one():
-    class Interrupted(nn.Module):
-        def forward(self, x):
-            raise KeyboardInterrupt
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        _ScheduleForwardOnly(PipelineStage(Interrupted(), 0, 1, "cpu"), 2).step(torch.ones(2, 2))
+
+class OneRow(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if len(x) == 1 else interrupted()
+
+
+def test_an_interrupt_stays_one():
+    x, target = batch()
+    for where in ("forward", "loss", "hook", "construction", "capture"):
+        model = nn.Linear(8, 8)
+        stage = PipelineStage(model, 0, 1, "cpu")
+        schedule = ScheduleGPipe(stage, 4, interrupted if where == "loss" else MSE)
+        if where == "forward":
+            model.forward = interrupted
+        elif where == "hook":
+            schedule.register_custom_function(FORWARD, interrupted)
+        elif where == "construction":
+            stage.summed_parameters = interrupted
+        elif where == "capture":  # of a stage's graph for other sizes
+            model = OneRow(8, 8)
+            stage = pipeline(model, (x[:1],)).build_stage(0, torch.device("cpu"))
+            schedule = ScheduleGPipe(stage, 4, MSE)
+        with pytest.raises(KeyboardInterrupt):
+            schedule.step(x, target=target)
+        with pytest.raises(plumb.Error):  # what comes after it is itself
+            plumb.load_pt2("nowhere.pt2")
 
 
 def test_wrong_arguments_are_refused():

@@ -188,6 +188,15 @@ def test_an_exception_of_a_hook_ends_the_training(folder):
         plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", hooks=Broken(), **OPTIONS).run()
 
 
+def test_an_interrupt_of_the_data_ends_the_training_as_one(folder):
+    def batches():
+        yield torch.randint(64, (4, 8)), torch.randint(64, (4, 8))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plumb.Trainer(folder / "lm.pt2", batches(), **OPTIONS).run()
+
+
 def test_wrong_use_names_what_is_wrong(folder):
     def says(*args, **kwargs):
         with pytest.raises(plumb.Error) as error:

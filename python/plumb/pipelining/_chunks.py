@@ -133,7 +133,7 @@ class EngineStage:
         """Hands over what the graph of the last stage returned. Returns the microbatch's loss, if there is one."""
         return self._stage._step.finish(values[0] if len(values) == 1 else tuple(values), microbatch)
 
-    def note(self, error: BaseException) -> None:
+    def note(self, error: Exception) -> None:
         """Keeps the first exception of a step, which becomes the cause of the step's error."""
         caller = self._stage._step or self._stage
         caller.failure = caller.failure or error
@@ -145,7 +145,7 @@ class ChunkSteps:
     has_backward = False  # whether the schedule has one
     _runtime_validate = False  # compare every microbatch's values with the first one's
     _step: Any = None  # the step that runs
-    failure: BaseException | None = None  # of the stage's own code, by hand
+    failure: Exception | None = None  # of the stage's own code, by hand
 
     def _begin_chunks(self) -> None:
         self.fwd_cache: dict[int, tuple] = {}  # by microbatch: flat outputs, flat inputs; in a step until an action ends

@@ -174,7 +174,7 @@ class _Step:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.roots: dict[int, torch.Tensor] = {}  # losses, for hooks
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
 
     def arguments(self, stage: _PipelineStageBase, microbatch: int) -> tuple[tuple, dict[str, Any]]:
         return self.args[microbatch], own_arguments(stage, self.stages, self.kwargs[microbatch])
@@ -232,7 +232,7 @@ class _Step:
             ops[part.stage_index, part.microbatch_index] = []
         try:
             function(action, self.context)
-        except BaseException as error:
+        except Exception as error:
             self.failure = self.failure or error
             raise
         finally:
@@ -308,8 +308,6 @@ class Run:
             failure = step.failure
             if failure is None or failure is error:
                 raise
-            if not isinstance(failure, Exception):  # an interrupt is the user's, not the pipeline's
-                raise failure from None
             raised = type(failure) if isinstance(failure, Error) else Error  # which may be a ValueError, too
             raise raised(error.message, kind=error.kind, where=error.where, remedy=error.remedy) from failure
         finally:
