@@ -13,7 +13,7 @@
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
 #
 #   TORCH_PYTHON=/path/to/python     use an installed torch (2.11 or newer)
-#   JOBS=n                           jobs at once, compiling and testing (default: one a core)
+#   JOBS=n                           jobs at once, compiling; one more in tests (default: one a core)
 #   CXX=clang++                      another compiler, in a build folder of its own; WARNINGS=errors: a warning stops the build
 #   JOINED=OFF                       compile every file by itself: a fresh build takes three times as long, a change of
 #                                    one file less (the build folder remembers)
@@ -67,7 +67,8 @@ demo:
 	@$(SAY) "training a small GPT five times"
 	@$(BUILD)/bin/plumb_demo $(if $(TEXT),--text "$(TEXT)") --out demo
 
-RUN_TESTS = $(PY) tools/run_tests.py --build $(BUILD) --jobs $(JOBS)
+# One more than cores: two at once on two cores waited a third of their time for processes and time-outs.
+RUN_TESTS = $(PY) tools/run_tests.py --build $(BUILD) --jobs $$(($(JOBS) + 1))
 
 test:
 	@tools/announce.sh test $(BUILD) $(JOBS)

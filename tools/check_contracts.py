@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import re
 import sys
 from dataclasses import dataclass, field
@@ -157,6 +158,7 @@ def made_of(node, name: str, file: str, owner: str) -> Function:
     return made
 
 
+@functools.cache  # a test reads all of it again with one file changed
 def read(path: str, content: str) -> Source:
     source = Source(path, path.split("/")[1], set(re.findall(r'^\s*#\s*include "([^"]+)"', content, re.M)))
     tree = PARSER.parse(content.encode())

@@ -24,7 +24,15 @@ from pipelines import (
     schedule_for,
     stages_of,
 )
-from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleTable, TensorChunkSpec, pipeline, search_schedule
+from plumb.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleTable,
+    TensorChunkSpec,
+    pipeline,
+    search_schedule,
+)
 from plumb.pipelining._actions import FORWARD
 from plumb.pipelining.schedules import _ScheduleForwardOnly, get_schedule_class
 from torch import nn
