@@ -75,11 +75,11 @@ std::vector<Result> run_with_gradients(
   }
   Buffers elsewhere;
   auto outputs = call(fed, elsewhere);
-  std::vector<Result> answer;
+  std::vector<Result> results;
   std::vector<at::Tensor> roots, seeds;
   for (const auto& v : outputs) {
     if (!v.isTensor() || !v.toTensor().defined()) continue;
-    answer.push_back({"output " + std::to_string(answer.size()), v.toTensor().detach().clone()});
+    results.push_back({"output " + std::to_string(results.size()), v.toTensor().detach().clone()});
     if (v.toTensor().requires_grad()) {
       roots.push_back(v.toTensor());
       seeds.push_back(at::ones_like(v.toTensor()));
@@ -87,7 +87,7 @@ std::vector<Result> run_with_gradients(
   }
   if (!roots.empty() && !leaves.empty()) {
     const auto grads = torch::autograd::grad(roots, leaves, seeds, std::nullopt, false, /*allow_unused=*/true);
-    for (size_t i = 0; i < grads.size(); ++i) answer.push_back({names[i], grads[i]});
+    for (size_t i = 0; i < grads.size(); ++i) results.push_back({names[i], grads[i]});
   }
   at::NoGradGuard no_grad;
   for (const Attr& attr : request.state) {
@@ -97,10 +97,10 @@ std::vector<Result> run_with_gradients(
     for (const auto& [name, tensor] : elsewhere) {
       if (name == attr.name) now = tensor;
     }
-    answer.push_back({"'" + attr.name + "' after the run", now.detach().clone()});
+    results.push_back({"'" + attr.name + "' after the run", now.detach().clone()});
     attr.tensor.detach().copy_(it->second);
   }
-  return answer;
+  return results;
 }
 
 // Returns the graph's text without what may differ although the program is the same: numbers of Python functions, and

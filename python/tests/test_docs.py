@@ -141,7 +141,7 @@ class Box {
   int size_ = 0;
 };
 
-// Both answer a number.
+// Both return a number.
 inline int one() { return 1; }
 int two(const Box& box, std::vector<int> v = {1, 2});
 
@@ -172,7 +172,7 @@ class Box {
 
 ### `one, two`
 
-Both answer a number.
+Both return a number.
 
 ```cpp
 inline int one();

@@ -193,10 +193,10 @@ class _Step:
                 remedy="schedule.step(..., target=...) on the rank of the last stage",
             ) from error
         if not isinstance(loss, torch.Tensor):
-            raise Error(f"the loss function answered a {type(loss).__name__}, not a tensor")
+            raise Error(f"the loss function returned a {type(loss).__name__}, not a tensor")
         if loss.numel() != 1:
             raise Error(
-                f"the loss function answered a tensor of shape {list(loss.shape)}, not one number",
+                f"the loss function returned a tensor of shape {list(loss.shape)}, not one number",
                 kind=ErrorKind.StructureMismatch,
                 remedy='one number a microbatch: loss.mean(), or reduction="mean"',
             )
