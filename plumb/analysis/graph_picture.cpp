@@ -43,7 +43,7 @@ struct Drawing {
   std::vector<Entry> entries;
   std::vector<ModuleBox> modules;
   std::vector<Wire> wires;
-  double width = 0;  // of the lines and boxes
+  double width = 0;  // width of the lines and boxes, without the lanes
   size_t lanes = 0;
 
   std::vector<size_t> around(size_t entry) const {

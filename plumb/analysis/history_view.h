@@ -24,7 +24,7 @@ struct HistoryView {
   std::vector<HistoryRun> runs;         // one to eight
   std::vector<FPFormat> formats;        // by role: of values, then of gradients; one is of both, none is asked for
   std::vector<FPFormat> asked = {};     // further ones, asked of values and gradients alike
-  size_t max_bytes = size_t{16} << 20;  // of numbers in the page: more recorded steps than fit are thinned evenly
+  size_t max_bytes = size_t{16} << 20;  // byte limit of the page's numbers: more steps than fit are thinned evenly
 
   // Returns the format of that role; null if there is none.
   const FPFormat* role(bool backward) const;

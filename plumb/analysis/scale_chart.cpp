@@ -17,7 +17,7 @@ using svg::number;
 constexpr size_t kMostRows = 20000;
 constexpr double kLabel = 330, kPanel = 360, kLost = 46, kGap = 18;
 constexpr double kPitch = 9;          // from one variant to the next in a row
-constexpr double kLeastShare = 5e-3;  // of lost elements that is worth a word
+constexpr double kLeastShare = 5e-3;  // least share of lost elements that gets a label
 
 // One row of the picture: a tensor of each variant, or null.
 struct Line {

@@ -38,7 +38,7 @@ struct Text {
   std::string_view anchor = "start";  // or "middle", "end"
   double size = 12;
   bool bold = false;
-  std::string_view color = {};  // of the kind if empty
+  std::string_view color = {};  // fill color; the kind's if empty
 };
 // `content` is escaped.
 std::string text(double x, double y, std::string_view content, const Text& style = {});

@@ -36,7 +36,7 @@ struct BackwardGraph {
     bool twice = true;           // may run once in each half
     bool by_itself = false;      // runs rightly without autograd's engine
 
-    bool runs_in_weight_half() const { return start || (!in_input_half && !target); }  // of a divided graph
+    bool runs_in_weight_half() const { return start || (!in_input_half && !target); }  // valid after divide()
   };
   std::vector<Entry> entries;
   std::vector<int> children;  // one per edge; -1 for none

@@ -21,7 +21,7 @@ struct DeferredWeights::State {
     at::Tensor grad;
     bool hooks_done;          // the node's hooks on incoming gradients have run
     NodePtr maker = nullptr;  // did all its work in the input half and made this gradient of a leaf
-    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> pre_hooks = {};  // of the edge's node, while away
+    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> pre_hooks = {};  // pre-hooks swapped out of the node
     std::unordered_map<size_t, std::unique_ptr<torch::autograd::FunctionPreHook>> retains_grad = {};
   };
   struct Cut {

@@ -64,7 +64,7 @@ class CallRecorder {
   ValueTable values;
   StaleMemory stale;
   std::vector<Record> records;
-  std::vector<Attr> attributes;                  // of the state, then constants
+  std::vector<Attr> attributes;                  // attributes of the state, then constants
   size_t num_state = 0;                          // how many of them came with the request
   std::vector<int> attribute_values;             // value number of each, -1 while unused
   std::vector<int> input_values;                 // -1 for inputs that are no tensors

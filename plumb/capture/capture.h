@@ -38,7 +38,7 @@ struct CaptureOptions {
 struct CaptureRequest {
   State state;                      // parameters and buffers by name
   std::vector<c10::IValue> inputs;  // flat; tensors become inputs of the graph, other values are part of its signature
-  TreeSpec in_spec;                 // of (args, kwargs)
+  TreeSpec in_spec;                 // structure of (args, kwargs)
   // Runs the model on these flat inputs; returns flat outputs and sets out_spec.
   std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>& inputs, TreeSpec& out_spec)> call;
   // Returns the line of the caller's code that runs now; may be empty.

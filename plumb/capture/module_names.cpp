@@ -60,7 +60,7 @@ std::shared_ptr<const ModuleStack> stack_of(const std::string& path, const Modul
 
 void name_modules_by_state(Graph& graph, const ModuleTypes& types) {
   std::unordered_map<std::string, std::shared_ptr<const ModuleStack>> stacks;
-  std::unordered_map<const Value*, std::string> callers;  // of what made a value: the module around a layer, or its own
+  std::unordered_map<const Value*, std::string> callers;  // producer's caller: its layer's parent, or its own module
   auto name = [&](Node* node, const std::string& path, const std::string& caller) {
     auto& stack = stacks[path];
     if (!stack) stack = stack_of(path, types);

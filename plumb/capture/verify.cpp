@@ -50,7 +50,7 @@ std::vector<Result> run_with_gradients(
   at::AutoGradMode grad(true);
   at::manual_seed(1234);
   std::vector<at::Tensor> leaves;
-  std::vector<std::string> names;  // of the leaves
+  std::vector<std::string> names;  // descriptions of the leaves' gradients
   auto watch = [&](const at::Tensor& leaf, const std::string& name) {
     if (!leaf.requires_grad()) return;
     leaves.push_back(leaf);

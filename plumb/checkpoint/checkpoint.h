@@ -24,7 +24,7 @@ struct CheckpointTensor {
   std::string file;  // in the checkpoint's folder
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;
-  Checksum checksum;  // of its bytes
+  Checksum checksum;  // checksum of the tensor's bytes
 };
 
 struct CheckpointContents {
@@ -51,7 +51,7 @@ class Checkpoint {
   const nlohmann::json& state() const { return contents_->state; }
   const CheckpointContents& contents() const { return *contents_; }
 
-  std::vector<std::string> names() const;            // of the model, sorted; ties too
+  std::vector<std::string> names() const;            // names of the model's tensors, sorted; ties too
   std::vector<std::string> optimizer_names() const;  // as stored, sorted: "exp_avg/NAME"
   // Returns null if there is none. A tie stands for the name it is tied to, also in "exp_avg/TIE".
   const CheckpointTensor* find(const std::string& name) const;
@@ -64,7 +64,7 @@ class Checkpoint {
   void load(const NamedTensors& into) const;
   // Reads everything, in pieces, and throws if a byte has changed.
   void verify() const;
-  uint64_t bytes_read() const { return bytes_read_; }  // of tensors, by read(), read_optimizer() and load() so far
+  uint64_t bytes_read() const { return bytes_read_; }  // tensor bytes read by read(), read_optimizer() and load()
 
  private:
   Checkpoint(std::string folder, CheckpointContents contents);

@@ -44,7 +44,7 @@ struct CheckpointReport {
   double waited = 0;    // seconds that save() waited for the save before it,
   double copied = 0;    // copied this rank's part,
   double written = 0;   // and that writing it took after that
-  uint64_t bytes = 0;   // of this rank
+  uint64_t bytes = 0;   // bytes of this rank's tensors
 };
 
 class CheckpointWriter {

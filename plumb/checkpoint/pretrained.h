@@ -25,8 +25,8 @@ struct Pretrained {
     std::shared_ptr<GraphModule> load, save;  // stored -> state, state -> stored; tensors in the order of the names
   };
   std::string folder;                        // where the weights were at the import; may be empty
-  std::map<std::string, std::string> files;  // of kKeptFiles, written again as they were: {"config.json": its bytes}
-  std::map<std::string, std::string> names;  // of the program's tensors, to those of the folder; of tied ones each name
+  std::map<std::string, std::string> files;  // contents of kKeptFiles, written back unchanged: {"config.json": bytes}
+  std::map<std::string, std::string> names;  // tensor names in the program -> in the folder; each name of a tied tensor
   std::vector<Conversion> conversions;
 
   // Parses {"folder", "files", "names", "conversions": [{"state", "stored", "graphs": index}], "graphs": [{"load",

@@ -151,7 +151,7 @@ class HeaderGrammar : public nlohmann::json_sax<nlohmann::json> {
 
   const std::string& file_;
   int depth_ = 0;
-  int offsets_seen_ = -1;  // of the list that is read; -1: it is a shape
+  int offsets_seen_ = -1;  // count of numbers read from the current data_offsets; -1: the list is a shape
   bool in_metadata_ = false, in_list_ = false;
   std::string name_, field_;
   std::unordered_set<std::string> names_, fields_;  // so far: of the header, of the entry

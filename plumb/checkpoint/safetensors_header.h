@@ -29,9 +29,9 @@ void check_holdable(const std::string& place, const NamedTensors& tensors);
 // safetensors_layout(), which throws what check_holdable() throws, and for metadata that is no UTF-8 and a long header.
 struct SafetensorsLayout {
   std::string header;
-  std::vector<size_t> order;  // of the tensors by their bytes
+  std::vector<size_t> order;  // indices of the tensors, in the order of their bytes in the file
   std::vector<uint64_t> offsets;
-  uint64_t bytes = 0;  // of all tensors
+  uint64_t bytes = 0;  // total bytes of all tensors
 };
 SafetensorsLayout safetensors_layout(const std::string& place, const NamedTensors& tensors,
                                      const std::map<std::string, std::string>& metadata = {});

@@ -35,7 +35,7 @@ struct PlanArguments {
   std::vector<int> stages_per_rank = {1, 2, 3};
   std::vector<double> machine, link;
   int ranks = 0, microbatches = 0, replicas = 1, threads = 1;
-  int64_t batch = 1, length = 0;  // of a folder's inputs
+  int64_t batch = 1, length = 0;  // rows of a microbatch and tokens of a row, for a folder's model
   double held = 1;
   bool estimate = false, json = false;
 

@@ -28,7 +28,7 @@ TEST_F(Planning, PlanMeasuresTheStepThatItDraws) {
       "plan --ranks 2 --microbatches 3 --costs 1,1,1 --schedules 1F1B,ZBVZeroBubble --take ZBVZeroBubble ";
   const Json table = Json::parse(plumb(costs + "--json").out);
   for (const auto& row : table["schedules"]) {
-    const double step = row["step"], work = 9;  // of each rank: three parts of three microbatches
+    const double step = row["step"], work = 9;  // work of each rank: three parts of three microbatches
     EXPECT_NEAR(row["bubble"].get<double>(), 1 - work / step, 1e-9) << row;
     EXPECT_NEAR(row["zero_bubble_rate"].get<double>(), 1 - work / row["apart"].get<double>(), 1e-9) << row;
   }

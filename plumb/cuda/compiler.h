@@ -32,7 +32,7 @@ class Compiler {
   std::string path_, version_;
   std::vector<int> architectures_;
   struct Functions;
-  const Functions* functions_ = nullptr;  // of a library that stays open
+  const Functions* functions_ = nullptr;  // functions of the NVRTC library, which stays open
 };
 
 }  // namespace plumb::cuda

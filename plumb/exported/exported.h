@@ -41,7 +41,7 @@ struct ExportedProgram {
   std::vector<std::string> guards;                       // conditions on inputs, as Python text
   std::map<std::string, std::string> symbol_spelling;    // by symbol: as sympy has it in the file
   std::map<std::string, std::string> value_expressions;  // by name of an Int, Float or Bool value: its expression
-  std::vector<std::string> argument_names;               // of the original forward
+  std::vector<std::string> argument_names;               // argument names of the original forward
   std::vector<std::string> submodules;                   // names of the modules that were called, in order
   std::map<std::string, std::vector<std::string>> namedtuple_fields;
   std::map<std::string, int64_t> opset_versions;

@@ -65,7 +65,7 @@ class GraphWriter {
   std::unordered_map<std::string, size_t> counters_;
   std::unordered_map<const Value*, c10::IValue> constant_inputs_;
   std::map<std::string, SizeRange> ranges_;
-  std::map<std::string, int64_t> hints_;  // of symbols
+  std::map<std::string, int64_t> hints_;  // example values of symbols, from the placeholders' sizes
   std::unordered_map<const Value*, SymExpr> expressions_;
   size_t fresh_symbols_ = 0;
   std::vector<ToStore> weights_, constants_;

@@ -217,7 +217,7 @@ TEST(HostileFiles, TensorsThatReachOutsideOfTheirRecordAreRefused) {
 }
 
 TEST(HostileFiles, TensorsOfMoreElementsThanNumbersCountAreRefused) {
-  for (const int64_t last : {int64_t{1} << 32, int64_t{0}}) {  // of strides 0: all are the first byte
+  for (const int64_t last : {int64_t{1} << 32, int64_t{0}}) {  // last size; with strides 0 all elements are the first
     Archive archive("linear");
     Json config = Json::parse(archive.entry("model_weights_config.json"));
     Json& meta = config["config"]["0.weight"]["tensor_meta"];

@@ -70,7 +70,7 @@ class NodeReader {
   std::optional<at::Device> device_;
   std::unordered_map<std::string, std::shared_ptr<const ModuleStack>> stacks_;
   std::unordered_map<std::string, std::shared_ptr<const SourceLocation>> sources_;
-  std::unordered_map<Value*, Value*> cast_weights_;  // of the autocast region being read, where it caches
+  std::unordered_map<Value*, Value*> cast_weights_;  // weight -> cast in the autocast region being read, if it caches
 };
 
 }  // namespace plumb::pt2

@@ -14,9 +14,9 @@ namespace plumb::pt2 {
 
 at::ScalarType read_dtype(const JsonDoc& doc, const Json& j);
 int64_t write_dtype(at::ScalarType dtype);               // throws for dtypes the format has no number for
-int64_t read_layout(const JsonDoc& doc, const Json& j);  // of c10::Layout
+int64_t read_layout(const JsonDoc& doc, const Json& j);  // c10::Layout as an integer
 int64_t write_layout(int64_t layout);
-int64_t read_memory_format(const JsonDoc& doc, const Json& j);  // of c10::MemoryFormat
+int64_t read_memory_format(const JsonDoc& doc, const Json& j);  // c10::MemoryFormat as an integer
 int64_t write_memory_format(int64_t format);
 at::Device read_device(const JsonDoc& doc, const Json& j);
 Json write_device(at::Device device);

@@ -30,7 +30,7 @@ struct StoredTensor {
 
 struct StoredTensors {
   std::map<std::string, StoredTensor> by_name;
-  std::vector<std::string> order;                            // of the file: that of the program's state_dict
+  std::vector<std::string> order;                            // names in the file's order: the program's state_dict's
   const StoredTensor* find(const std::string& name) const {  // null if there is none
     const auto it = by_name.find(name);
     return it == by_name.end() ? nullptr : &it->second;

@@ -15,7 +15,7 @@ namespace plumb {
 
 struct ZipEntry {
   std::string name;     // as in the archive, with its top folder
-  uint64_t offset = 0;  // of the data in the file
+  uint64_t offset = 0;  // offset of the data in the file
   uint64_t stored_size = 0;
   uint64_t size = 0;  // after inflating
   uint32_t crc = 0;

@@ -59,7 +59,7 @@ class Aliases {
   std::unordered_map<const Value*, Memory> ids_;
   std::unordered_map<const void*, Memory> storages_;
   std::unordered_map<std::string, Memory> names_;
-  std::unordered_map<const Node*, std::vector<Memory>> writes_;  // of nodes that write
+  std::unordered_map<const Node*, std::vector<Memory>> writes_;  // memory written by each node; no entry if none
   std::unordered_map<Memory, const Node*> last_write_;
 };
 

@@ -28,7 +28,7 @@ class GraphModule : public torch::nn::Module {
   const State& state() const { return state_; }
   // After editing the state call sync_module() so that parameters() shows it.
   State& state() { return state_; }
-  const TreeSpec& in_spec() const { return in_spec_; }  // of (args tuple, kwargs dict)
+  const TreeSpec& in_spec() const { return in_spec_; }  // structure of (args tuple, kwargs dict)
   const TreeSpec& out_spec() const { return out_spec_; }
 
   // Flat inputs in placeholder order -> flat outputs. Checks number, dtype, shape and device of tensors against the
@@ -75,7 +75,7 @@ class GraphModule : public torch::nn::Module {
   std::string mode_read_at_;
   void register_members();
   std::unique_ptr<std::mutex> lock_ =
-      std::make_unique<std::mutex>();  // of plan_, and of the state while plans are made of it
+      std::make_unique<std::mutex>();  // lock for plan_, and for the state while plans are made of it
   std::shared_ptr<const Plan> plan_;
   uint64_t plan_version_ = 0;
 };

@@ -13,8 +13,8 @@
 namespace plumb {
 namespace {
 
-constexpr int kMaxNesting = 64;              // of lists: no recursion without bound
-constexpr size_t kMaxListResults = 1 << 20;  // of one node
+constexpr int kMaxNesting = 64;              // largest depth of nested lists: bounds the recursion
+constexpr size_t kMaxListResults = 1 << 20;  // largest number of results of a node that returns a list
 
 class Parser : private Tokens {
  public:

@@ -30,7 +30,7 @@ namespace plumb {
 struct Match {
   Node* root = nullptr;
   std::vector<Node*> nodes;                    // all that the pattern's nodes stand for, the root too, in graph order
-  std::vector<Node*> casts;                    // of other types, that make one thing of two values of a placeholder
+  std::vector<Node*> casts;                    // dtype casts through which two values of a placeholder have one source
   std::unordered_map<std::string, Arg> bound;  // by the placeholder's name
   // Throws an Error if the pattern has no such placeholder.
   const Arg& at(std::string_view name) const;

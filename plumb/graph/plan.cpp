@@ -66,7 +66,7 @@ struct Plan::Impl {
   // For messages only: they must not keep the graph alive.
   struct Label {
     std::string node, where;
-    std::string table;  // of an operator that looks up rows: their table, if it has a name
+    std::string table;  // state name of an embedding's weight, or empty
     int64_t rows = -1;
   };
   std::vector<Label> labels;

@@ -20,7 +20,7 @@ namespace plumb::aten_kernels {
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
-inline constexpr int64_t kFields = 10;  // of kernel::Partial, without its histogram
+inline constexpr int64_t kFields = 10;  // number of fields of kernel::Partial, without its histogram
 
 // Returns x, or a copy whose memory is in the order that results have.
 at::Tensor in_memory_order(const at::Tensor& x);
@@ -46,7 +46,7 @@ at::Tensor encode(const at::Tensor& x, const FPFormat& format, uint64_t seed);
 at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype);
 
 struct Blocks {
-  at::Tensor values;  // of x's sizes and dtype
+  at::Tensor values;  // rounded values in x's sizes and dtype
   at::Tensor codes;   // uint8 [x's sizes], where they were asked for
   at::Tensor scales;  // uint8, the last size the number of blocks
   at::Tensor unit;    // float32 or float64 []: what the scales are in units of

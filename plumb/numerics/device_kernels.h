@@ -27,7 +27,7 @@ struct PassTask {
 
 struct BlocksTask {
   at::Tensor x;                   // contiguous, blocks along its last dimension
-  at::Tensor values, codes;       // of x's sizes, either may be undefined; values may be x
+  at::Tensor values, codes;       // results of x's sizes, either may be undefined; values may be x
   at::Tensor scales;              // uint8, one a block; or undefined
   at::Tensor unit;                // float32 []
   kernel::RoundingSpec rounding;  // the elements', in float32

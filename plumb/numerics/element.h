@@ -134,7 +134,7 @@ struct RoundingConstants {
   T threshold;                     // below it the spacing is constant
   T spacing;                       // that constant
   T magic;                         // adding it rounds to the spacing
-  Bits smallest_exponent, addend;  // of rounding by addition
+  Bits smallest_exponent, addend;  // least exponent bits and their increment, for rounding by addition
   T clamp, max, overflow;
   Bits zero_sign;
   // stochastic

@@ -218,7 +218,7 @@ struct BitCounters {
       over = both;
     }
   }
-  // Of all bytes together.
+  // Returns the number of added bytes that have this bit set.
   int count(int bit) const {
     int total = 0;
     for (int k = 0; k < kDigits; ++k)

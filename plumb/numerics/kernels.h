@@ -14,7 +14,7 @@ constexpr int64_t kRandomBlock = 16384;  // values, in groups; splits go on its 
 constexpr uint32_t kPhilox0 = 0xD2511F53, kPhilox1 = 0xCD9E8D57, kPhiloxKey0 = 0x9E3779B9, kPhiloxKey1 = 0xBB67AE85;
 constexpr uint32_t kPhiloxDomain = 0x706c6d62;  // "plmb"
 constexpr int kHistogramBins = 256;
-constexpr uint64_t kHashKey = 0x9E3779B97F4A7C15;  // of hashes (hash.h): 5 mod 8, its powers are the most there are
+constexpr uint64_t kHashKey = 0x9E3779B97F4A7C15;  // base of hash keys (hash.h): 5 mod 8, for the most distinct powers
 
 // How to round to one format within one carrier: FPFormat, worked out in numbers.
 struct RoundingSpec {
@@ -22,7 +22,7 @@ struct RoundingSpec {
   Mode mode;
   int exponent_bits, mantissa_bits;
   int bias;
-  int random_bits;  // of stochastic rounding; 0 = as many as the generator gives
+  int random_bits;  // number of bits in stochastic rounding; 0: as many as the generator gives
   bool saturate;    // overflow == max
   bool negative_zero;
   double max;       // largest value that the format and the carrier both have
@@ -33,7 +33,7 @@ struct RoundingSpec {
 struct BlockSpec {
   int size;              // 32 where scales are powers of two, else 16
   bool power_of_two;     // else scales are rounded as scale_rounding says, in units of one number for the tensor
-  int element_exponent;  // of the largest element
+  int element_exponent;  // exponent of the element format's largest value
   double element_max, scale_max;  // largest element, largest scale in the tensor's unit
   double largest;                 // the carrier's largest finite value: what infinity counts as
   RoundingSpec scale_rounding;
@@ -49,7 +49,7 @@ struct CodeSpec {
 
 // Sums that measuring gathers; merged in any order that the caller keeps fixed.
 struct Partial {
-  double count = 0;  // of finite values
+  double count = 0;  // number of finite values
   double mean = 0, m2 = 0, sum_abs = 0;
   double abs_max = 0, abs_min = __builtin_inf();
   int64_t nans = 0, positive_infinities = 0, negative_infinities = 0, zeros = 0;

@@ -164,7 +164,7 @@ TEST(Metrics, HistogramsOfAnySpreadCountEveryValue) {
 TEST(Metrics, LanesOfAnyMagnitudesAddUpToTheSameBits) {
   const kernel::KernelTable* tables[3];
   const int levels = kernel::runnable_kernels(tables);
-  constexpr int kLanes[] = {8, 16, 64};  // of a level
+  constexpr int kLanes[] = {8, 16, 64};  // number of lanes at each level
   at::manual_seed(3);
   for (double spread : {0.0, 4.0, 20.0, 22.0, 25.0, 40.0, 60.0})
     for (int level = 0; level < levels; ++level) {

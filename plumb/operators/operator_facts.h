@@ -124,7 +124,7 @@ constexpr const char* kTrustsSaved = "its kernel takes what a forward pass saved
 struct OperatorGroup {
   std::string_view space;    // "aten::"; "" where the names have theirs
   std::string_view names;    // apart by spaces
-  OperatorFacts facts = {};  // of each of them, but for the name
+  OperatorFacts facts = {};  // facts about each of them, except its name
 };
 
 // Adds rows to the table at start-up: `const RegisterOperators file_rows{...};` at namespace scope, beside the

@@ -16,7 +16,7 @@ namespace plumb::detail {
 struct Assignment {
   int num_stages = 1;
   std::vector<Node*> ops;                      // by stage, then in graph order
-  std::unordered_map<const Node*, int> stage;  // of every op; the output node counts to the last stage
+  std::unordered_map<const Node*, int> stage;  // stage of every op; the output node counts to the last stage
   std::unordered_set<const Node*> copied;      // nodes that every stage that needs them makes for itself
   std::vector<std::string> notes;              // cuts that were moved
 };

@@ -169,7 +169,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 struct TimedRun {
   double forward = 0, backward = 0;  // seconds
-  std::vector<bool> wants_gradient;  // of the results
+  std::vector<bool> wants_gradient;  // flag for each result: it has a gradient edge
 };
 
 // Runs one forward and one backward of a node, on leaves that want gradients as its inputs did.

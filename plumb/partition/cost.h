@@ -15,7 +15,7 @@ struct NodeCost {
   double backward = 0;       // seconds
   double flops = 0;          // forward, a multiply and an add count as two; 0 for operators that only move data
   int64_t bytes = 0;         // read and written by forward
-  int64_t output_bytes = 0;  // of results that are memory of their own (views count nothing)
+  int64_t output_bytes = 0;  // bytes of results that are memory of their own (views count nothing)
 };
 
 // Costs of the operators of a graph, by position among its nodes (all kinds; others than calls cost nothing).

@@ -6,7 +6,7 @@ namespace plumb {
 
 MemorySets::MemorySets(const Graph& graph, const State& state) {
   const Aliases aliases(graph, &state, Aliases::Inputs::Distinct);
-  std::unordered_map<Aliases::Memory, size_t> index;  // of written memory -> in written_
+  std::unordered_map<Aliases::Memory, size_t> index;  // written memory -> its index in written_
   for (Node* node : graph.nodes()) {
     for (const Value* v : node->written_inputs()) {
       auto [it, fresh] = index.emplace(aliases.memory(v), written_.size());

@@ -86,7 +86,7 @@ std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::v
 }
 
 std::vector<std::string> cut_values(const GraphModule& module, const Pipe& pipe) {
-  std::map<std::string, int> stage_of;  // of a value's name; -1: of several stages, which make it for themselves
+  std::map<std::string, int> stage_of;  // stage that makes a value, by name; -1: several stages, each for itself
   for (int s = 0; s < pipe.num_stages(); ++s) {
     for (const Node* node : pipe.stage(s)->graph().nodes()) {
       if (!node->is_call() || node->num_results() == 0) continue;

@@ -15,9 +15,9 @@ class Pipe;
 struct StagePackage {
   int index = 0;
   std::shared_ptr<GraphModule> module;
-  PipeTable table;                       // of all stages
-  std::vector<std::string> input_names;  // of the whole graph
-  TreeSpec in_spec, out_spec;            // of the whole graph
+  PipeTable table;                       // table of all stages, not only this one
+  std::vector<std::string> input_names;  // names of the whole graph's inputs
+  TreeSpec in_spec, out_spec;            // structures of the whole graph's inputs and outputs
 };
 
 // Graph with metadata, state (names, kinds, ties, tags, gradients' wanting; not the gradients) and the table. Tensors

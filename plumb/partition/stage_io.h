@@ -66,7 +66,7 @@ struct StageIO {
 // A flat output of the whole graph: an output of the last stage (through which values of earlier stages pass), or a
 // constant (None, a number).
 struct PipelineOutput {
-  std::optional<size_t> port;  // of the last stage
+  std::optional<size_t> port;  // index of an output port of the last stage
   c10::IValue constant;
 };
 

@@ -18,7 +18,7 @@ using at::Tensor;
 using Kind = PointwiseKind;
 
 constexpr int64_t kUnit = 4096, kLargestBlock = 32768;  // elements
-constexpr int64_t kCacheBytes = int64_t(3) << 18;       // of a second-level cache, for all that a block touches
+constexpr int64_t kCacheBytes = int64_t(3) << 18;       // bytes of a second-level cache, for all that a block touches
 // Torch's gelu of floats is a library's, whose call costs as much as thousands of elements: blocks grow by this factor.
 constexpr int64_t kCostlyCall = 8;
 
@@ -50,11 +50,11 @@ struct Layout {
   const PointwiseProgram& program;
   at::TensorOptions options;
   Tensors inputs;                // flat; undefined where not saved
-  std::vector<Place> values;     // of steps that run, or that are there already
+  std::vector<Place> values;     // places for results of the steps that run or were saved
   std::vector<bool> runs;        // in the forward direction
   std::vector<bool> stays;       // a result that is wanted where `values` says, the last one's or a saved one
   std::vector<bool> in_sum;      // a factor that its sum applies
-  std::vector<Place> gradients;  // of steps
+  std::vector<Place> gradients;  // places for the steps' gradients
   Tensors wanted;                // flat gradients of inputs
   int scratch = 0;
   int64_t numel = 0, block = 0;
@@ -100,7 +100,7 @@ struct Layout {
     const auto bytes = static_cast<int64_t>(options.dtype().itemsize()) * std::max<int64_t>(tensors + 1, 1);
     int64_t cache = kCacheBytes, largest = kLargestBlock;
     if (std::any_of(program.steps.begin(), program.steps.end(), [](const auto& s) { return s.kind == Kind::Gelu; })) {
-      const int64_t share = (numel / at::get_num_threads() + kUnit) / kUnit * kUnit;  // of a thread
+      const int64_t share = (numel / at::get_num_threads() + kUnit) / kUnit * kUnit;  // elements per thread
       largest = std::clamp(share, kLargestBlock, kCostlyCall * kLargestBlock);
       cache *= kCostlyCall / 2;
     }

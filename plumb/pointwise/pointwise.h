@@ -37,7 +37,7 @@ struct PointwiseArg {
 struct PointwiseStep {
   PointwiseKind kind = PointwiseKind::Add;
   PointwiseArg a, b;
-  double forward = 1, backward = 1;  // of Scale
+  double forward = 1, backward = 1;  // factors of a Scale step
   bool keep = false;                 // where the gradient needs its result, that is saved
 };
 

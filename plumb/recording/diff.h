@@ -37,16 +37,16 @@ struct DiffTensor {
   enum class State : uint8_t { NotCompared, Equal, First, Follows, Differs };
   HistoryTensor tensor;  // as the first run has it; its inputs are numbers in DiffReport::tensors
   State value = State::NotCompared, gradient = State::NotCompared;
-  std::optional<TensorDistance> distance;  // of the value
+  std::optional<TensorDistance> distance;  // distance between both runs' values
 };
 
 enum class DiffKind : uint8_t { Value, Gradient, GradientSum, AfterStep, OptimizerState };
 
 struct Difference {
-  size_t tensor = 0;  // of DiffReport::tensors
+  size_t tensor = 0;  // index into DiffReport::tensors
   DiffKind kind = DiffKind::Value;
   std::optional<int64_t> step;
-  int64_t first_row = 0, rows = 0;  // of its microbatch; 0: not known
+  int64_t first_row = 0, rows = 0;  // first row and row count of its microbatch; rows 0: not known
   int64_t microbatch = -1;          // -1: there is one, or none
   int64_t rank = -1, stage = -1;    // the one that has another value than all others of both runs
   std::optional<TensorDistance> distance;

@@ -22,7 +22,7 @@ struct HistoryTensor {
   std::string operation;  // "aten::linear"; "parameter", "buffer", "input"
   std::string dtype;      // "float32"
   std::vector<int64_t> sizes;
-  int64_t stage = -1;  // of a pipeline; -1: unknown
+  int64_t stage = -1;  // pipeline stage; -1: unknown
   int64_t rank = -1;   // rank that wrote the file; -1: the file stands alone
   // Recorded with hashes: the user's line, "model.py:12", and the tensors of this history it is computed from.
   std::string source = {};
@@ -66,7 +66,7 @@ struct HistoryHash {
   uint32_t tensor = 0;
   bool backward = false;
   int64_t first = 0;  // the microbatch's first row in the batch of all replicas; its number where `rows` is 0
-  int64_t rows = 0;   // of the microbatch; 0: not known
+  int64_t rows = 0;   // row count of the microbatch; 0: not known
   int64_t words = 0;  // hashed
   uint64_t hash = 0;
   bool operator==(const HistoryHash&) const = default;
@@ -102,8 +102,8 @@ struct History {
   std::vector<HistoryHashes> hashes;  // as written: ascending
   std::vector<HistoryScalars> scalars;
   std::vector<HistoryEvent> events;
-  std::vector<std::string> rules;  // of every run that wrote to the file
-  uint64_t torn_bytes = 0;         // of a last record that was not written whole; dropped
+  std::vector<std::string> rules;  // rule texts of every run that wrote to the file
+  uint64_t torn_bytes = 0;         // size of an incomplete last record, which is dropped
 
   // Returns the last step of anything in it; 0 if there is none.
   int64_t last_step() const;
@@ -156,7 +156,7 @@ class HistoryWriter {
   int64_t last_step_ = 0;
   std::vector<HistoryTensor> tensors_;
   std::unordered_map<std::string, uint32_t> places_;
-  size_t written_ = 0;  // of tensors_
+  size_t written_ = 0;  // number of tensors_ that are in the file
 };
 
 }  // namespace plumb

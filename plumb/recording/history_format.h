@@ -13,7 +13,7 @@ static_assert(std::endian::native == std::endian::little, "histories are written
 
 inline constexpr std::string_view kMagic{"PLUMBHIS\x01\0\0\0\0\0\0\0", 16};
 
-inline constexpr uint64_t kMostBytes = uint64_t{1} << 36;  // of a file that is read
+inline constexpr uint64_t kMostBytes = uint64_t{1} << 36;  // size limit of a file that is read
 
 struct Head {
   uint32_t kind = 0;

@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kMostCases = 16;  // of an event
+constexpr size_t kMostCases = 16;  // largest number of cases that a merged event keeps
 
 History history_of(const fs::path& path) {
   return parse_history(read_file(path, history_format::kMostBytes), path.string());

@@ -35,7 +35,7 @@ enum class StatisticKind : uint8_t {
 // with fewer digits (TensorMetrics::underflow_share and so on).
 struct Statistic {
   StatisticKind kind = StatisticKind::Std;
-  std::optional<FPFormat> format = {};  // of Underflow, Overflow and Subnormal
+  std::optional<FPFormat> format = {};  // format of Underflow, Overflow and Subnormal
 
   // Throws Error(UnknownName) that lists the names.
   static Statistic parse(std::string_view text);

@@ -26,7 +26,7 @@ constexpr std::array<std::pair<string_view, Fp8Recipe>, 6> kRecipes{{{"tensorwis
                                                                      {"delayed", Fp8Recipe::Delayed}}};
 
 constexpr double kLeast = 1e-12;    // a largest value counts as no less
-constexpr int kExponentBias = 127;  // of float32 and of E8M0
+constexpr int kExponentBias = 127;  // exponent bias of float32 and of E8M0
 constexpr int kFloatMantissa = 23;
 constexpr double kLeastNormal = 1.1754943508222875e-38;  // float32's
 

@@ -90,9 +90,9 @@ struct PoolOptions {
   std::vector<int64_t> kernel_size;
   std::vector<int64_t> stride{};  // empty: the kernel's size
   std::vector<int64_t> padding{0};
-  std::vector<int64_t> dilation{1};  // of max_pool only
+  std::vector<int64_t> dilation{1};  // argument of max_pool only
   bool ceil_mode = false;
-  bool count_include_pad = true;  // of avg_pool only
+  bool count_include_pad = true;  // argument of avg_pool only
   Constraint constraint = "to_output_scale";
 };
 // input (N, channels, length ...) or (channels, length ...).

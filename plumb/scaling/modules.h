@@ -214,7 +214,7 @@ struct MHSAOptions {
       : hidden_size(hidden_size), heads(heads), is_causal(is_causal) {}
   int64_t hidden_size, heads;  // hidden_size is a multiple of heads
   bool is_causal;
-  double dropout_p = 0.0;  // of attention weights, while training
+  double dropout_p = 0.0;  // dropout probability of attention weights, while training
   double mult = 1.0;
 };
 // Multi-head self-attention over (batch, sequence, hidden).
@@ -233,7 +233,7 @@ struct TransformerLayerOptions {
   int64_t hidden_size, heads;
   double mhsa_tau, mlp_tau;
   bool is_causal;
-  double dropout_p = 0.0;  // of attention weights and at the end of both branches, while training
+  double dropout_p = 0.0;  // dropout probability of attention weights and of both branches' outputs, while training
 };
 // A pre-norm transformer layer.
 struct TransformerLayerImpl : torch::nn::Cloneable<TransformerLayerImpl> {

@@ -12,7 +12,7 @@ namespace {
 using at::Tensor;
 
 struct Case {
-  std::string name;  // of the operator
+  std::string name;  // name of the operator
   int64_t tensors;
   std::function<Tensor(const std::vector<Tensor>&)> forward;
 };

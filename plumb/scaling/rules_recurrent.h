@@ -19,14 +19,14 @@ enum class RecurrentKind { Lstm, Gru, Tanh, Relu };
 
 struct Recurrent {
   double hidden = 1;  // root of the mean square of a state h; the output is divided by it
-  double cell = 1;    // of an LSTM's memory c
+  double cell = 1;    // root of the mean square of an LSTM's memory c
   // Gradients at the preactivations where they meet the input's and the state's weights: root of the mean square over
   // gates and steps, for a gradient of mean square 1 at every step's unscaled h.
   double grad_input_gates = 1;
   double grad_hidden_gates = 1;
   // Their root mean square summed over steps for a bias, relative to that of independent steps.
   double bias_ratio = 1;
-  double state_share = 0.5;  // of a preactivation's variance
+  double state_share = 0.5;  // share of a preactivation's variance that comes from the states
   int gates = 1;
 };
 

@@ -18,7 +18,7 @@ struct StageCosts {
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
   std::vector<double> working;  // memory of a stage's action while it runs, by stage; empty: none
-  double spread = 0;            // of measured times: the sum of the middle ones is this share above that of the least
+  double spread = 0;            // excess of measured times: sum of the medians over sum of the minima, minus 1
 };
 // Returns the memory that the stages of a rank take besides activations: all resident, and the most to work in.
 double memory_beside(const StageCosts& costs, const std::vector<int>& stages);

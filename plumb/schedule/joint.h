@@ -48,7 +48,7 @@ struct JointOptions {
   // Memory of a rank, resident and activations together. Infinite: what the best named schedule takes.
   double memory_limit = std::numeric_limits<double>::infinity();
   std::vector<int> stages_per_rank = {1, 2, 3};
-  std::vector<std::string> names;  // of the schedules to start from; empty: all that are not bidirectional
+  std::vector<std::string> names;  // names of the schedules to start from; empty: all that are not bidirectional
   // About how many actions are timed, and how many tables compared, at most: half a minute for 16 ranks. The same
   // numbers give the same plan, whatever the machine.
   double effort = 3e8;
@@ -59,7 +59,7 @@ struct JointOptions {
 struct JointResult {
   PieceStages stages;
   Schedule schedule;
-  StageCosts costs;  // of `stages`
+  StageCosts costs;  // costs of `stages`
   Simulation simulation;
   std::vector<double> memory;  // by rank: resident and activations
   ScheduleChoice named;        // the quickest named schedule within the limit, on its balanced cut

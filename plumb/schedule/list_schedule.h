@@ -23,9 +23,9 @@ struct StageTimes {
 // How every rank chooses.
 struct ListHabits {
   int group = 1;            // forwards go in rounds of so many microbatches through a rank's stages
-  double share = 1;         // of the memory beside the resident one that forwards may fill
+  double share = 1;         // share of the memory beside the resident one that forwards may fill
   double gap = 0.5;         // a weight half goes into a wait of at least this share of its length; below 0: at once
-  bool deep_first = false;  // of a round's forwards those of later stages go first
+  bool deep_first = false;  // precedence of later stages among a round's forwards
   std::vector<char> halves = {};  // by stage: whether its backward is divided
   bool operator==(const ListHabits&) const = default;
 };

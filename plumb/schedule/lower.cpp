@@ -23,7 +23,7 @@ using schedule_internal::StageGraph;
 struct Message {
   double time;
   std::int32_t from_rank, to_rank;
-  std::int32_t from_position;  // of the action that makes the value
+  std::int32_t from_position;  // row index of the action that makes the value
   std::int32_t edge, microbatch;
   bool backward;
 
@@ -133,7 +133,7 @@ class Surroundings {
   const std::vector<Action>& row_;
   const LowerOptions& options_;
   std::set<int> held_;               // stages
-  std::map<int, int> weights_left_;  // of each, weight gradients to come
+  std::map<int, int> weights_left_;  // number of weight gradients to come, by stage
   std::vector<int> whole_;
 };
 

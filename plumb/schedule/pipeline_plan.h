@@ -15,7 +15,7 @@ struct PipelinePlan {
   std::vector<std::string> recompute;  // by stage: "cheap" or "none"
   int replicas = 1;                    // equal pipelines beside each other
   // Predictions, for people.
-  double seconds = 0;          // of a step
+  double seconds = 0;          // predicted time of a step
   std::vector<double> memory;  // bytes, by rank
 
   int num_stages() const { return schedule.num_stages(); }

@@ -186,7 +186,7 @@ class Orders {
 
   struct Place {
     int rank;
-    std::size_t index;  // of the later of two neighbors in a row
+    std::size_t index;  // position of the later of two neighbors in a row
   };
 
   // Neighbors that follow each other without a pause on the way to the end of the longest rank: to change anything,

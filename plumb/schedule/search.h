@@ -20,7 +20,7 @@ struct SearchOptions {
 
 struct SearchResult {
   Schedule schedule;
-  Simulation simulation;  // of it, with the costs given
+  Simulation simulation;  // simulation of the schedule, with the costs given
   int tried = 0;          // tables compared
 };
 

@@ -95,7 +95,7 @@ void fill_tails(Schedule& schedule) {
   struct Rank {
     std::vector<Action> done;
     std::size_t next = 0, tail = 0;
-    std::deque<Action> inputs, weights;  // of the tail
+    std::deque<Action> inputs, weights;  // input backwards and weight backwards of the tail
   };
   std::vector<Rank> ranks(schedule.rows.size());
   std::size_t left = 0;

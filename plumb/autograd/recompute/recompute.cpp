@@ -38,7 +38,7 @@ thread_local CheapRecompute::State* current = nullptr;
 struct Loan {
   size_t arg;
   at::Tensor alias;
-  std::shared_ptr<Recipe> recipe;  // of its memory, if there is one
+  std::shared_ptr<Recipe> recipe;  // recipe of the argument's memory, or null
 };
 
 struct CheapRecompute::State {

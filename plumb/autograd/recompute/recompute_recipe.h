@@ -48,7 +48,7 @@ class Recipe {
 
   struct Source {
     size_t arg;
-    int64_t element;  // of a list; -1: the argument itself
+    int64_t element;  // index in a list argument; -1: the argument itself
     Part part;
     at::Tensor held;      // kept: memory that something else keeps too, a parameter, a number, or a small copy
     bool copied = false;  // a copy: writes to the original do not matter

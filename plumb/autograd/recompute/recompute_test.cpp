@@ -31,7 +31,7 @@ struct Model {
   std::string name;
   Tensors leaves;  // the input first
   std::function<at::Tensor(const Tensors&)> forward;
-  double kept_at_most;  // of the bytes that are kept otherwise
+  double kept_at_most;  // largest allowed share of the bytes held without recomputation
 };
 
 Model transformer_mlp(at::ScalarType dtype) {

@@ -26,7 +26,7 @@ void save_npy(const at::Tensor& tensor, const std::string& path);
 struct NpyHeader {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;
-  uint64_t offset = 0;  // of the first byte of its numbers
+  uint64_t offset = 0;  // file offset of the first number
 };
 // Reads and checks the header, and that the file is as long as it states.
 NpyHeader read_npy_header(const std::string& path);

@@ -53,7 +53,7 @@ class Merger {
  private:
   struct Seen {
     Node* node;
-    std::vector<uint32_t> times;  // of each input: how often its memory had been written
+    std::vector<uint32_t> times;  // number of earlier writes to each input's memory
   };
 
   bool is_candidate(const Node& node) const {

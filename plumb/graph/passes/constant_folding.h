@@ -12,7 +12,7 @@
 namespace plumb {
 
 struct ConstantFoldingOptions {
-  int64_t limit_bytes = 1 << 20;  // of any one tensor on the way
+  int64_t limit_bytes = 1 << 20;  // size limit of each computed tensor, intermediate ones included
 };
 
 // Returns whether anything changed. Folded tensors are added to the state as "folded_NAME".

@@ -17,7 +17,7 @@ using Memory = Aliases::Memory;
 constexpr size_t kMaxViewDepth = 8;  // a view is made again from the root: bounds the work for one use
 // A pure write through a view copies the whole memory: a table filled element by element is better filled in place.
 constexpr uint32_t kMaxScatters = 64;
-constexpr size_t kMaxViewResults = 16;  // of unbind, split, chunk
+constexpr size_t kMaxViewResults = 16;  // largest number of results of a view (unbind, split, chunk)
 
 // Views that can be made again on other memory. (reshape, contiguous and the like may copy: not among them.)
 bool is_plain_view(const Node& node) {
