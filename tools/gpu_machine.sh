@@ -177,7 +177,7 @@ unit-scaled FP8 at least 1.25 times as quick as compiled bf16 and no slower than
     section cpp "C++ suites" "\`ctest -L device\`, with \`PLUMB_TEST_DEVICE=cuda\`."
   } >"$page.new"
   mv "$page.new" "$page"
-  # Of a dry run the page is nobody's.
+  # The page of a dry run is not kept.
   if [ "$device" = cuda ] && [ "$results" = .gpu ]; then cp "$page" docs/gpu.md && page=docs/gpu.md; fi
   say "$page is written"
 }

@@ -36,9 +36,9 @@ inline void largest(const LargestArguments& a) {
 struct BlocksArguments {
   const void* x;
   void* y;                  // may be x; or null
-  uint8_t *codes, *scales;  // of elements, may be null; of blocks
+  uint8_t *codes, *scales;  // codes of elements, or null; scales of blocks
   float* unit;              // what scales are in units of, for the caller
-  const uint32_t* largest;  // of the tensor, where the unit depends on it
+  const uint32_t* largest;  // largest magnitude of the tensor, where the unit depends on it
   int64_t rows, length;
   uint64_t seed;
   float unit_divisor;  // largest element times largest scale

@@ -10,7 +10,7 @@ namespace {
 
 using namespace kernel;
 
-constexpr int kThreads = 128;  // of every block
+constexpr int kThreads = 128;  // threads of every block
 
 #ifdef __CUDACC_RTC__
 

@@ -11,7 +11,7 @@
 namespace plumb::cuda_kernel {
 namespace {
 
-constexpr int kMostTensors = 64;  // of a program; what they take must fit a kernel's arguments
+constexpr int kMostTensors = 64;  // largest number in a program; their arguments must fit a kernel's arguments
 
 struct PointwiseArguments {
   int64_t n;
@@ -52,7 +52,7 @@ inline float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678118654752440f 
 #endif
 
 constexpr float kTwoOverRootPi = 1.12837916709551257390f, kRootHalf = 0.70710678118654752440f;
-constexpr float kBeta = kTwoOverRootPi * kRootHalf, kKappa = 0.044715f;  // of gelu's tanh form
+constexpr float kBeta = kTwoOverRootPi * kRootHalf, kKappa = 0.044715f;  // constants of gelu's tanh form
 
 inline float add(float a, float b) { return a + b; }
 inline float sub(float a, float b) { return a - b; }

@@ -1,4 +1,4 @@
-# Of Highway only headers are used, from the distribution (libhwy-dev).
+# Highway is used by its headers alone, from the distribution (libhwy-dev).
 find_path(HIGHWAY_INCLUDE_DIR hwy/highway.h)
 if(NOT HIGHWAY_INCLUDE_DIR)
   message(FATAL_ERROR "hwy/highway.h is missing: install libhwy-dev (Debian), or set HIGHWAY_INCLUDE_DIR to its folder.")

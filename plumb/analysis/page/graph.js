@@ -55,7 +55,7 @@ for (const figure of all(".graph-view")) {
   const texts = lines.map(line => all("text", line)), wide_of = (t, size) => t ? t.textContent.length * size * .58 : 0;
   const sources = lines.map((line, i) => d.entries[i][0] ? word(line, 0, 17, "", "muted", "start", 11) : null);
   const detail_at = texts.map(([, detail]) => detail && +detail.getAttribute("x"));
-  const beside = +svg.getAttribute("width") - d.width;  // of the lanes
+  const beside = +svg.getAttribute("width") - d.width;  // width of the lanes
   let W = d.width, place = 0;
   const indent = i => d.indent * (d.entries[i][1] < 0 ? 0 : d.modules[d.entries[i][1]][1] + (d.entries[i][0] ? 1 : 0));
   const middle_of = i => places[i] + (d.entries[i][0] ? d.row : d.head) / 2;

@@ -295,7 +295,7 @@ for (const figure of all(".history-view")) {
 
   // A layer: its tensors together. A small picture each, all with the same runs.
   const layers = one(".layers"), what = one(".layer-what"), which = one(".layer-which");
-  const single = ["std", "abs_max", "loss"];  // of a tensor, what the fact of a layer is made of
+  const single = ["std", "abs_max", "loss"];  // statistic of a tensor that each fact of a layer is made of
   const facts = {"std": (all, of) => Math.sqrt(all.reduce((sum, s, n) => sum + of[n] * s.std ** 2, 0) / of.reduce((a, b) => a + b, 0)),
     "largest": all => Math.max(...all.map(s => s.abs_max)), "lost by the worst": all => Math.max(...all.map(s => s.loss))};
   // Whether fact number `w` was measured of tensor i in any step.

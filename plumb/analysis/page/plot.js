@@ -72,7 +72,7 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
   const position = v => log ? (v > 0 ? Math.log10(v) : NaN) : v;
   const renew = () => { lines = d.curves.map(curve => smoothed(curve.x, curve.y, smooth)); draw(); };
 
-  // Of many points the least and the largest of each column of pixels, so that peaks stay.
+  // Keeps the least and the largest of many points in each column of pixels, so that peaks stay.
   const path = (x, y, px, py, low, high) => {
     const out = [], thin = high - low > 3 * width;
     let pen = false, column = NaN, least = NaN, most = NaN;
