@@ -58,8 +58,8 @@ int worker(const DemoOptions& options, bool real);
 struct DemoResult {
   // FP32, plain FP8, unit-scaled FP8, the same over two processes, FP8 for real over two processes
   std::vector<RunResult> runs;
-  std::vector<plumb::TimelineEvent> timeline;  // of the fourth
-  double bytes_sent = 1;                       // of the fifth, against the fourth's
+  std::vector<plumb::TimelineEvent> timeline;  // events of the fourth run
+  double bytes_sent = 1;                       // bytes of the fifth run, as a share of the fourth's
   bool equal = false;                          // the third and the fourth, loss by loss
 };
 // The table, and what it shows; then demo/report.html.

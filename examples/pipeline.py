@@ -52,7 +52,7 @@ def train(rank: int, device: torch.device) -> list[float]:
         optimizer.step()
     bubble = schedule.measured_bubble()
     schedule.draw_timeline("timeline.svg" if rank == 0 else None)
-    states = schedule.gather_stage_states()  # of both stages, on both ranks
+    states = schedule.gather_stage_states()  # states of both stages, on both ranks
     if rank == 0:
         torch.save({f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}, "trained.pt")
     if rank == 1:

@@ -32,7 +32,7 @@ struct GptConfig {
   bool tied = true;      // the head's weight is the embedding's, under both names
   bool stacks = true;    // nodes know their modules
   bool marks = false;    // before every block but the first, and before the head
-  double dropout = 0.0;  // of both branches
+  double dropout = 0.0;  // dropout probability of both branches
 };
 
 // Weights as PyTorch starts them. Inputs: ids, targets (i64). Outputs: loss, logits.

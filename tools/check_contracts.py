@@ -178,7 +178,7 @@ def read(path: str, content: str) -> Source:
             for owner, name in named:
                 source.declared.add(name)
                 source.methods.add((owner or class_around(node), name))
-                if kinds := kinds_in(node):  # of a default argument
+                if kinds := kinds_in(node):  # error kinds in a default argument
                     source.functions.append(Function(name, path, owner or class_around(node), float("inf"), kinds))
             if not named and node.parent.type in ("declaration_list", "translation_unit"):
                 for n in walk(node):  # a table of functions
@@ -263,7 +263,7 @@ class Code:
         classes = set().union(*(source.classes for source in self.sources.values()))
         for source in self.sources.values():
             for function in source.functions:
-                function.owner = function.owner if function.owner in classes else ""  # of a namespace
+                function.owner = function.owner if function.owner in classes else ""  # a namespace is no owner
                 self.named[function.name].append(function)
         self._seen: dict[str, set[str]] = {}
         self._found: dict[tuple, list[Function]] = {}

@@ -23,7 +23,7 @@ KINDS = {
 
 def own_kernels():
     """By operator what its kernels do, as it asks for them."""
-    import kernel_calls  # of python/tests
+    import kernel_calls  # module in python/tests
 
     found = {}
     for name, call in kernel_calls.calls():

@@ -45,7 +45,7 @@ def assembly_of(names):
     for name in sorted(names):
         is_data = name.startswith(("_ZTV", "_ZTI", "_ZTS", "_ZTT"))
         text += [".data" if is_data else ".text", f'.globl "{name}"', ".balign 16", f'"{name}":']
-        if name.startswith("_ZTI"):  # of a class without bases; tables of types ask for the name
+        if name.startswith("_ZTI"):  # type info of a class without bases; tables of types ask for the name
             text += [".quad _ZTVN10__cxxabiv117__class_type_infoE + 16", ".quad . + 8", f'.asciz "{name[4:]}"']
         else:
             text += [".zero 512" if is_data else NO_DEVICE if name == "cudaGetDeviceCount" else FUNCTION]

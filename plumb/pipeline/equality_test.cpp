@@ -75,7 +75,7 @@ Values train_pipeline(const TestModel& model, const Schedule& schedule, const Pr
 
 // Trains by plain autograd over the whole model, microbatch after microbatch.
 Values train_eager(TestModel model, int microbatches, int steps) {
-  std::multimap<std::string, int> stage_of;  // of the whole model's parameters
+  std::multimap<std::string, int> stage_of;  // stages of each parameter of the whole model, by its name
   if (model.make_whole) {
     for (int s = 0; s < model.layout.num_stages(); s++) {
       for (const auto& p : model.make_stage(s)->parameters()) stage_of.emplace(p.name, s);

@@ -107,7 +107,7 @@ class Auditor {
   std::vector<std::pair<std::string, uint64_t>> written_;
   int64_t now_ = 0;
   size_t gap_ = 0;                                // number of actions before it
-  std::optional<AuditChoice> watched_, audited_;  // of this step, and of the one before, which is audited in this one
+  std::optional<AuditChoice> watched_, audited_;  // choices of this step, and of the one before, audited in this one
   std::optional<AuditedStage::Seen> received_;
   double accused_ = -1;                                  // a rank, found here
   std::map<int, std::shared_ptr<AuditedStage>> others_;  // by stage

@@ -14,7 +14,7 @@ struct CutOptions {
   std::vector<std::string> at;        // "layers.2": cut before that module, "layers.2:end": after it
   std::vector<std::string> transmit;  // parameters of several stages that their first stage sends; "all": every one
   WireOptions wire;                   // formats between stages
-  std::vector<std::string> before;    // of a plan: cut before the operators that make these values, and nowhere else
+  std::vector<std::string> before;    // values of a plan: cut before the operators that make them, and nowhere else
 };
 
 // Cuts at the modules of `options`; without names at the graph's own marks, and without marks so that the slowest stage

@@ -24,7 +24,7 @@ void stop_training(Graph& graph) {
       // native_dropout's is an optional bool: none means training.
       if (arg != nullptr && arg->is_none()) node->set_arg(name, false);
     }
-    const Arg* share = node->try_arg("dropout_p");  // of scaled_dot_product_attention
+    const Arg* share = node->try_arg("dropout_p");  // dropout probability of scaled_dot_product_attention
     if (share != nullptr && share->is_constant() && share->constant().isDouble()) node->set_arg("dropout_p", 0.0);
   }
 }

@@ -38,7 +38,7 @@ class Evaluator {
   Samples& samples_;
   ProcessGroup world_;
   ReplicatedGroups groups_;
-  std::vector<std::shared_ptr<GraphModule>> modules_;  // of this rank's stages
+  std::vector<std::shared_ptr<GraphModule>> modules_;  // graph modules of this rank's stages
   std::unique_ptr<Pipeline> pipeline_;
   int64_t rows_ = 0, units_ = 0;  // rows of a microbatch, microbatches
 };

@@ -149,10 +149,10 @@ struct RankNeeds {
 
 struct TrainNeeds {
   std::string schedule;
-  double seconds = 0;  // of a step: the schedule simulated with the stages' measured times, so often as it accumulates
+  double seconds = 0;  // duration of a step: the schedule simulated with the stages' measured times, times --accumulate
   double bubble = 0;   // the ranks' idle share of it
-  int64_t rows = 0;    // of a step
-  std::vector<RankNeeds> ranks;  // of one pipeline
+  int64_t rows = 0;    // rows of a step
+  std::vector<RankNeeds> ranks;  // needs of each rank of one pipeline
   static void keys(auto& e, auto&& key) {
     key("dry_run", e.seconds), key("bubble", e.bubble), key("rows", e.rows), key("ranks", e.ranks);
   }

@@ -16,7 +16,7 @@ struct Fault {
   Kind kind = Kind::Kill;
   int rank = 0;  // among all processes
   int64_t step = 0;
-  int stage = 0;      // of the action
+  int stage = 0;      // stage of the action
   size_t action = 0;  // number of the rank's actions of the step that are done before
   std::string text;
 

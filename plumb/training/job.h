@@ -41,18 +41,18 @@ struct TrainParts {
 struct TrainJob {
   ExportedProgram program;
   Schedule schedule;
-  std::optional<PipelinePlan> plan;  // of --plan
+  std::optional<PipelinePlan> plan;  // plan read from --plan
   std::shared_ptr<Pipe> pipe;
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<Samples> eval_samples;  // null: no --eval-data
   PipelineOptions pipeline;
-  std::optional<FormatRecipe> formats;  // of --formats
+  std::optional<FormatRecipe> formats;  // recipe read from --formats
   std::vector<ModelParameter> trained;
   std::vector<std::vector<std::string>> by_group;  // names, by options.groups
-  std::map<std::string, std::string> first_names;  // of each name, that of its tensor that comes first in the model
+  std::map<std::string, std::string> first_names;  // first name in the model of each name's tensor, by name
   std::vector<Fault> faults;
   bool tagged = false;
-  int64_t rows = 0;  // of a step
+  int64_t rows = 0;  // rows of a step
 
   const GraphModule& module() const { return *program.module; }
   std::string first_name(const std::string& name) const {

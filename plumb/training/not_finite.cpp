@@ -17,7 +17,7 @@ namespace plumb {
 namespace {
 
 struct NotFinite {
-  size_t part = 0;    // of the step's microbatches
+  size_t part = 0;    // index of the microbatch in the step
   std::string where;  // "the value of %gelu (aten::gelu) at layers.0 (model.py:12): 3 nan, 0 inf of 128"
 };
 

@@ -180,7 +180,7 @@ class Planner {
   const PlanRequest& request_;
   const std::function<void(const std::string&)>& phase_;
   PlannedModel planned_;
-  std::optional<StageCosts> whole_ranks_;  // of one stage a rank
+  std::optional<StageCosts> whole_ranks_;  // costs with one stage a rank
 };
 
 }  // namespace

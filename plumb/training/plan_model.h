@@ -30,7 +30,7 @@ struct PlanRequest {
 // Every schedule tried, with the stages that it was timed with.
 struct PlannedModel {
   std::vector<ScheduleChoice> choices;         // as compare_schedules() orders them; "Joint" among them
-  std::map<int, std::shared_ptr<Pipe>> pipes;  // of the named ones, by number of stages
+  std::map<int, std::shared_ptr<Pipe>> pipes;  // pipes of the named schedules, by number of stages
   std::shared_ptr<Pipe> joint_pipe;            // null without "Joint"
   std::vector<std::string> joint_recompute;    // by stage
   double bound = 0;                            // no step is shorter

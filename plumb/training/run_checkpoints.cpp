@@ -49,7 +49,7 @@ int64_t number_of_launch() {
 // the same for every export of a model and for every batch size, and none of the values, which the checkpoints have.
 std::string fingerprint(const TrainJob& job) {
   std::string text;
-  std::unordered_map<const Value*, std::string> names;  // of inputs and results: their place
+  std::unordered_map<const Value*, std::string> names;  // names of values: an attribute's target, or "%" and a number
   for (const Node* node : job.module().graph().nodes()) {
     for (const Value* result : node->results()) {
       names[result] = node->kind() == NodeKind::GetAttr ? node->target() : "%" + std::to_string(names.size());

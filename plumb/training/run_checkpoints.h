@@ -59,7 +59,7 @@ class RunCheckpoints {
   ReplicatedGroups groups_;
   Optimizer& optimizer_;
   NamedTensors held_;                         // parameters and buffers of this rank's stages, by their first names
-  CheckpointPart part_;                       // of this rank; the optimizer's follows at each save
+  CheckpointPart part_;                       // this rank's part of a checkpoint; the optimizer's follows at each save
   std::set<std::string> owned_;               // names of parameters whose state this rank saves
   std::unique_ptr<CheckpointWriter> writer_;  // null: another pipeline's rank
   int64_t last_saved_ = -1;

@@ -92,10 +92,10 @@ class StateCopies {
   static std::optional<Opened> open(const at::Tensor& bytes);
 
   std::shared_ptr<Keeper> keeper_;
-  std::vector<SharedMemory> memory_;  // of this generation: two of this rank, by edge modulo 2, then the others'
+  std::vector<SharedMemory> memory_;  // memory of this generation: two of this rank, by edge modulo 2, then the others'
   int64_t first_ = -1, last_ = -1;    // edges of this generation
   int rank_ = 0;                      // in it
-  std::vector<SharedMemory> before_;  // of the generations before
+  std::vector<SharedMemory> before_;  // memory of the generations before
   // How this rank's state stands in a copy.
   std::vector<std::string> names_;
   SafetensorsLayout layout_;

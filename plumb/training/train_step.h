@@ -23,8 +23,8 @@ class TrainStep {
 
   struct Numbers {
     double loss = 0, norm = 0;
-    double memory = 0;            // of this pipeline's largest rank
-    std::vector<double> squares;  // of the gradients' norms, by job.trained
+    double memory = 0;            // bytes of this pipeline's largest rank
+    std::vector<double> squares;  // squares of the gradients' norms, by job.trained
   };
   // Leaves the step's gradients in the parameters. All ranks call it.
   // `before_sharing` is called when the gradients are there, before another rank learns of it.
@@ -48,8 +48,8 @@ class TrainStep {
   const TrainRanks& ranks_;
   std::map<int, std::shared_ptr<StageFunction>> stages_;
   NamedTensors parameters_;           // that this rank trains, each tensor once, by their first names in the model
-  std::vector<at::Tensor> measured_;  // of job.trained: the tensor, on the rank that owns it
-  std::vector<int> owners_;           // of job.trained, then each rank, then that of the loss
+  std::vector<at::Tensor> measured_;  // tensors of job.trained that this rank owns; undefined for those of others
+  std::vector<int> owners_;           // owning ranks: of each of job.trained, then each rank, then that of the loss
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<PassSum> passes_;  // null: one pass a step
   std::unique_ptr<Pipeline> pipeline_;

@@ -86,7 +86,7 @@ class Trainer::Run {
   std::vector<std::string> damaged_;             // checkpoints that were passed over
   std::string machines_;                         // which rank computes on another kind of machine, or ""
   int64_t start_ = 0;                            // the step that this run goes on after
-  std::optional<int64_t> edge_;                  // of the copies that it goes on from
+  std::optional<int64_t> edge_;                  // step boundary of the copies in memory that it goes on from
   TrainResult result_;
 };
 

@@ -20,7 +20,7 @@ struct TrainSession;
 
 struct TrainResult {
   int64_t steps = 0;  // number of completed steps
-  double loss = 0;    // of the last step, over all its rows
+  double loss = 0;    // mean over all targets that count in the last step (with --loss output: over its rows)
   std::optional<double> eval_loss;
   int stopped_by = 0;  // the signal of TrainHooks::stop_signal, of whichever rank
 };

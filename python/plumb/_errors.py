@@ -33,7 +33,7 @@ class Error(RuntimeError):
             print(f"{error.where}: {error.remedy}")
     """
 
-    default_kind = ErrorKind.InvalidArgument  # of a class of errors
+    default_kind = ErrorKind.InvalidArgument  # kind of this class's errors, if none is given
 
     def __init__(
         self, message: str = "", *, kind: ErrorKind | None = None, where: str = "", remedy: str = ""

@@ -48,7 +48,7 @@ class GraphModule(nn.Module):
     knows nothing of the original and stays what it is.
     """
 
-    _reports: tuple[dict, ...] = ()  # of the transforms that rewrote it
+    _reports: tuple[dict, ...] = ()  # reports of the transforms that rewrote it
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GraphModule(nn.Module):
         program: Any = None,  # what the file that it came from knows besides
         training: bool = True,  # the mode that the graph was made in
         autocast: tuple | None = None,  # the regions that it was captured in, if that is known
-        guards: Guards | None = None,  # of what the original's forward had read
+        guards: Guards | None = None,  # guards on what the original's forward had read
     ):
         super().__init__()
         self._autocast = autocast

@@ -168,7 +168,7 @@ class _Batches:
     def __init__(self, source: Iterable):
         self._source = source
         self._iterator: Iterator | None = None
-        self._taken = 0  # of this time through
+        self._taken = 0  # number of batches taken from the current iterator
 
     def next(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for _ in range(2):

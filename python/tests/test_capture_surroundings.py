@@ -150,7 +150,7 @@ def test_other_operators_on_functions_are_refused_by_name():
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(m, x):
-        with torch.no_grad():  # of the CPU it has no gradients
+        with torch.no_grad():  # flex_attention has no gradients on the CPU
             q = x.detach()
             return flex_attention(q, q, q)
 

@@ -113,7 +113,7 @@ def test_transformed_models_train_as_on_the_cpu():
     net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 8))
     x = torch.randn(32, 64)
     model = plumb.transforms.track_scales(plumb.transforms.simulate_fp8(plumb.transforms.unit_scale(net)))
-    torch.manual_seed(1)  # of rounding by chance
+    torch.manual_seed(1)  # seed of the stochastic rounding
     expected = model(x)
     torch.manual_seed(1)
     found = model.cuda()(x.cuda())

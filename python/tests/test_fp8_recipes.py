@@ -50,7 +50,7 @@ def test_tensorwise_and_rowwise_casts_are_torchaos(fmt, dtype):
 
 def test_casts_of_128_blocks_are_torchaos(monkeypatch):
     pytest.importorskip("torchao")
-    for name in ("triton", "triton.language"):  # of its kernels for GPUs, beside which the casts of torch stand
+    for name in ("triton", "triton.language"):  # imports of torchao's GPU kernels, beside which its casts by torch stand
         if name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, MagicMock())
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")

@@ -11,7 +11,7 @@ from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, Schedul
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
 
-TIMEOUT = 10.0  # of a rank that is stopped: nothing but the time tells
+TIMEOUT = 10.0  # seconds until a stopped rank counts as lost: nothing but the time tells
 SOON = 300.0  # before the group's time-out of 600 seconds: a rank that has not ended then is killed, and says nothing
 
 

@@ -337,7 +337,7 @@ def test_an_interrupt_stays_one():
             schedule.register_custom_function(FORWARD, interrupted)
         elif where == "construction":
             stage.summed_parameters = interrupted
-        elif where == "capture":  # of a stage's graph for other sizes
+        elif where == "capture":  # capture of a stage's graph for other sizes
             model = OneRow(8, 8)
             stage = pipeline(model, (x[:1],)).build_stage(0, torch.device("cpu"))
             schedule = ScheduleGPipe(stage, 4, MSE)

@@ -87,7 +87,7 @@ def values(event):
 
 
 def test_checksums_are_those_of_the_standard():
-    crc = 0xE3069283  # of RFC 3720
+    crc = 0xE3069283  # CRC-32C (RFC 3720) of the digits 1 to 9
     assert crc32c(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

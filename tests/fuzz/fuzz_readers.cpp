@@ -38,7 +38,7 @@ struct Reader {
   std::vector<std::string> seeds;
   std::function<void(const std::string& bytes, const std::string& file)> read;
   std::function<std::string(const std::string& seed, Random& random)> broken;
-  std::string ending;  // of the file
+  std::string ending;  // suffix of the file's name
 };
 
 void require(bool holds, const char* what) {

@@ -52,7 +52,7 @@ class GraphStage : public StageFunction {
 
   std::shared_ptr<GraphModule> module_;
   StageIO io_;
-  std::map<size_t, StageInputPort> model_inputs_;  // of the whole pipe, by number
+  std::map<size_t, StageInputPort> model_inputs_;  // inputs of the whole pipe with known sizes, by number
   int index_;
   std::shared_ptr<StageSpecializer> specializer_;
   std::string remedy_;

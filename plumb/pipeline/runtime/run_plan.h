@@ -24,7 +24,7 @@ struct StageWiring {
 
   struct Bundle {
     int stage;                 // at the other end
-    std::vector<int> indices;  // of values, in an order both ends share
+    std::vector<int> indices;  // indices of the values, in an order that both ends share
   };
   std::vector<Bundle> values_out;  // outputs, to later stages, ascending
   std::vector<Bundle> values_in;   // sources, from earlier stages, ascending

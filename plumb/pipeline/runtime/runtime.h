@@ -83,7 +83,7 @@ struct StepResult {
   Tensors losses;
   at::Tensor loss;  // their mean by rows, where all are here (gather_loss()); of a training step: over all replicas
   Tensors outputs;  // merged
-  std::vector<TimelineEvent> timeline;  // of this rank
+  std::vector<TimelineEvent> timeline;  // events of this rank
   // By microbatch and input of the model, for inputs that require a gradient: its gradient, divided as the parameters'
   // are, on the rank whose stage uses it (a share on each, if several ranks do). Empty if there is none.
   std::vector<Tensors> input_grads;

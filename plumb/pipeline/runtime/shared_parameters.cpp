@@ -21,7 +21,7 @@ using nlohmann::json;
 struct Known {
   int rank, stage;
   std::string name, type;
-  std::uint64_t hash = 0;  // of its values, where there are copies
+  std::uint64_t hash = 0;  // hash of the parameter's values, set only if it has copies
 };
 
 std::string where(const Known& k) { return str("'", k.name, "' of stage ", k.stage, " on rank ", k.rank); }

@@ -23,13 +23,13 @@ namespace plumb {
 struct Slot {
   std::vector<MessageValue> sources;
   std::unique_ptr<InputBoundary> boundary;
-  Tensors results;  // of the forward, until they are handed over
+  Tensors results;  // results of the forward, until they are delivered
   Tensors outputs;  // for the backward: handles without the values' memory
   Tensors output_grads;
   Tensors seeds;         // gradients that sources have from later users
   Tensors model_inputs;  // given by a caller of StepDriver
-  ModelSizes sizes;      // of the model's inputs: those that came with values, later all that are known here
-  Tensors input_grads;   // of the backward, until they are handed over
+  ModelSizes sizes;      // sizes of the model's inputs: those that came with values, later all that are known here
+  Tensors input_grads;   // input gradients of the backward, until they are delivered
   DeferredWeights deferred;
   std::function<void()> own_weight_work;
   at::Tensor loss;
@@ -48,7 +48,7 @@ struct LocalStage {
   std::unique_ptr<GradientAccumulator> gradients = nullptr;  // null: the stage is run by hand
   std::unique_ptr<GroupBuffers> buffers = nullptr;           // null: all microbatches are one group
   bool recompute_checked = false;     // the first forward compares what it would compute again with what it has
-  RecomputeReport recomputed = {};    // of the last forward of a training step
+  RecomputeReport recomputed = {};    // last report of a training step's forward
   int64_t nothing_to_recompute = -1;  // number of input values of a microbatch that kept everything
 };
 
@@ -70,7 +70,7 @@ struct StepBatch {
   const std::vector<Tensors>* inputs = nullptr;  // null: no step runs
   const std::vector<Tensors>* targets = nullptr;
   std::vector<int64_t> rows;
-  std::vector<double> weights;  // of the losses
+  std::vector<double> weights;  // weights of the losses
   std::vector<Tensors> outputs = {};
   Tensors losses = {};
   std::vector<Tensors> input_grads = {};  // empty: no input of the model requires a gradient
@@ -87,7 +87,7 @@ class StageRunner {
   bool training = false;
   // The place where random numbers of the next step begin.
   std::int64_t step_number = 0;
-  std::vector<std::int64_t> first_rows;  // of its microbatches and, last, their end; empty: not known
+  std::vector<std::int64_t> first_rows;  // first rows of the next step's microbatches, then their end; empty: not known
 
   // Makes room in the slot for what arrives.
   void prepare(LocalStage& stage, Slot& slot) const;

@@ -46,7 +46,7 @@ class StepDriver {
   Tensors input_gradients(int stage, int microbatch, int to) const;
 
  private:
-  std::unique_ptr<StageRunner> own_;  // of a stage by hand; null: a pipeline's
+  std::unique_ptr<StageRunner> own_;  // runner of a stage driven by hand; null: a pipeline's runner is used
   StageRunner* runner_;
 };
 

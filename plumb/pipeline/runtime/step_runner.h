@@ -43,7 +43,7 @@ class StepRunner {
   SharedParameters shared_;
   std::unique_ptr<ReplicaSums> replicas_;  // null: there are no other replicas
   RunPlan train_plan_, eval_plan_;
-  at::Tensor loss_;  // of the last step, as StepResult has it
+  at::Tensor loss_;  // loss of the last step, as in StepResult
 };
 
 }  // namespace plumb

@@ -95,9 +95,9 @@ class DirectMessages {
   const c10::Stream stream_;
   const std::unique_ptr<Watch> watch_;
   const MessagePlan* plan_ = nullptr;
-  std::vector<std::optional<Made>> sends_;  // of this step, by index in the plan
+  std::vector<std::optional<Made>> sends_;  // values to send in this step, by index in the plan
   std::vector<Incoming> receives_;          // likewise
-  size_t next_ = 0;                         // of plan_->order
+  size_t next_ = 0;                         // index of the next entry of plan_->order to post
   std::deque<Flight> in_flight_;
 };
 

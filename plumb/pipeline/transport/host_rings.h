@@ -66,7 +66,7 @@ class HostRings {
   struct Head;
   struct Lane;
   struct Peer {
-    at::Tensor memory;                     // of the peer, to read
+    at::Tensor memory;                     // the peer's memory, to read
     Descriptor process;                    // readable once it has ended
     std::chrono::microseconds look_for{};  // before the next sleep
   };

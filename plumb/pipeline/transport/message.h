@@ -48,7 +48,7 @@ std::string to_string(const MessageId& id);
 // A tensor on its way. Undefined: there is no value (no gradient).
 struct MessageValue {
   at::Tensor tensor;
-  bool requires_grad = false;  // of an activation
+  bool requires_grad = false;  // requires_grad of an activation at its sender; false for other kinds
   // It travels as codes of this format, a byte each, and arrives rounded, in its own dtype.
   const FPFormat* codes = nullptr;
 };
@@ -59,7 +59,7 @@ struct AgreedValue {
   Comes comes = Comes::Maybe;
   std::optional<at::ScalarType> dtype;             // nothing: any
   std::optional<std::vector<std::int64_t>> sizes;  // nothing: any
-  const FPFormat* codes = nullptr;                 // of a floating-point value: as MessageValue has it
+  const FPFormat* codes = nullptr;                 // format of a floating-point value's codes, as in MessageValue
 };
 // One for each value of a message. Nothing: as many come as the sender likes.
 using AgreedValues = std::optional<std::vector<AgreedValue>>;
@@ -126,7 +126,7 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
 
 struct Message {
   std::vector<MessageValue> values;
-  std::vector<std::int64_t> sizes;  // of the microbatch, packed
+  std::vector<std::int64_t> sizes;  // packed ModelSizes of the microbatch
 };
 // Returns the message in `buffer` (a byte tensor), which stays alive as long as the values do. Throws
 // Error(Communication) with the reason: damage, values that are cut off or of no plain dtype, strides that leave their

@@ -163,7 +163,7 @@ TEST(Message, RefusesCodesThatWereNotAgreedOnAndValuesInTheirPlace) {
   EXPECT_THAT(message_of([&] { wire::read_message(plain, as_codes, &format); }), HasSubstr("comes as it is"));
   EXPECT_THAT(message_of([&] { wire::read_message(coded, as_it_is, &format); }), HasSubstr("comes as codes"));
   auto integers = pack({{at::arange(64), false}});
-  const int64_t flag = sizeof(wire::Prologue) + 4;  // of the first value's entry, behind dtype, flag and dimensions
+  const int64_t flag = sizeof(wire::Prologue) + 4;  // offset of the flag `coded` in the first value's entry
   static_cast<unsigned char*>(integers.data_ptr())[flag] = 1;
   seal_again(integers);
   EXPECT_THAT(message_of([&] { wire::read_message(integers, std::nullopt, &format); }), HasSubstr("not agreed on"));

@@ -110,8 +110,8 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
 
 // `replicas` pipelines beside each other: ranks 0 to n - 1 are the first, the next n the second, and so on.
 struct ReplicatedGroups {
-  ProcessGroup pipeline;  // of this rank's replica
-  ProcessGroup replicas;  // of the ranks that hold the same stages; PipelineOptions::replicas
+  ProcessGroup pipeline;  // ranks of this rank's replica
+  ProcessGroup replicas;  // ranks that hold the same stages; PipelineOptions::replicas
 };
 
 // Throws Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.

@@ -67,7 +67,7 @@ struct Outgoing {
 };
 
 struct Route {
-  int size_class = 0;        // of the buffers of this step
+  int size_class = 0;        // size class of this step's buffers
   std::int64_t largest = 0;  // message seen so far, in bytes
   std::int64_t capacity() const { return wire::class_bytes(size_class); }
 };
@@ -89,7 +89,7 @@ struct Transport::State {
   const MessagePlan* plan = nullptr;
   std::vector<Incoming> incoming;  // by peer
   std::vector<Outgoing> outgoing;
-  std::vector<int> position;  // of each receive in its peer's order
+  std::vector<int> position;  // position of each receive in its peer's order
   Routes routes_in, routes_out;
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
   std::vector<char> receive_by_ring, send_by_ring;  // likewise: whether the first part goes through the ring

@@ -18,7 +18,7 @@ enum class FactorRule {
   Shape,      // the same; further operands are looked at for their shape or type only
   Common,     // operands and results have one
   Product,    // that of the result is the product of the operands'; what is added has it, too
-  Quotient,   // of the first operand's by the second's
+  Quotient,   // the first operand's factor divided by the second's
   Power,      // the first operand's to a power
   Norm,       // the first operand's vanishes, but for eps; the result has that of `weight` and `bias`, 1 without them
   Attention,  // query's times key's is `inner`; the result has that of `value`
@@ -28,11 +28,11 @@ enum class FactorRule {
 // A unit-scaled operator is torch's with factors: outer * f(inner * x). Those of torch's operators are 1.
 struct FactorRelation {
   FactorRule rule = FactorRule::Fixed;
-  double power = 1;  // of Power
+  double power = 1;  // exponent of Power
   double inner = 1;  // on the operand that keeps 1; for Attention what the product of query and key is to have
   double outer = 1;  // on the result
   double added = 1;  // on what a Product adds
-  std::vector<double> weights;  // of Common: on each operand, where they differ
+  std::vector<double> weights;  // weights of the operands of Common, where they differ
   std::string holds_for;        // "a length of 32" if the factors follow from sizes of the input
 };
 

@@ -16,7 +16,7 @@ namespace plumb {
 class FoldEquations {
  public:
   struct Parameter {
-    std::vector<std::string> names;  // of one tensor
+    std::vector<std::string> names;  // names of one tensor
     LogFactor factor;
     bool used = false;
   };

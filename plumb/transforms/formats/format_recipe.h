@@ -1,8 +1,8 @@
 // A recipe: the number formats of a model's products, by product and direction, by name or as a TOML file. The verdict
 // (plumb/transforms/verdict) writes recipes; simulate_format, use_fp8 and a training take them.
 //
-//   fwd = "mxfp4-RN"                  # of the inputs of every product
-//   bwd = "mxfp4-RN"                  # of the gradients of their outputs
+//   fwd = "mxfp4-RN"                  # format of the inputs of every product
+//   bwd = "mxfp4-RN"                  # format of the gradients of their outputs
 //   loss-scale = 4096.0               # gradients are this many times as large while they are rounded
 //
 //   [[product]]

@@ -44,7 +44,7 @@ class Steps {
  private:
   struct State2 {
     Value* h;
-    Value* c;  // of an LSTM
+    Value* c;  // cell state of an LSTM; null for others
   };
 
   Value* call(std::string_view op, std::vector<Arg> arguments) {

@@ -209,7 +209,7 @@ class Simulator {
   const State& state_;
   const SimulateFormatOptions& options_;
   Report& report_;
-  std::string fwd_, bwd_;  // of the product that is treated
+  std::string fwd_, bwd_;  // formats of the product that is being rewritten
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
   std::map<std::tuple<const Value*, int64_t, std::string>, Made> rounded_;

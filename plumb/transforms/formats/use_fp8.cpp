@@ -251,7 +251,7 @@ class Fp8Lowering {
 
   Graph& graph_;
   const UseFp8Options& options_;
-  std::string fwd_, bwd_;  // of the product that is treated
+  std::string fwd_, bwd_;  // formats of the product that is being rewritten
   std::map<std::pair<const Node*, const Value*>, Value*> codes_;
   std::vector<Node*> roundings_;  // that products took, perhaps the last ones to
   std::map<Node*, std::vector<Node*>> takers_;

@@ -237,7 +237,7 @@ void choose_kept(PointwiseProgram& program, const std::vector<bool>& cheap) {
   const PointwiseNeeds asked = pointwise_needs(program, all);  // with all kept: what the gradient itself asks for
 
   struct Cost {
-    double idle, there;  // of all that is asked for up to here, this step's result not among it, or among it
+    double idle, there;  // cost of all that is asked for up to here, without this step's result, and with it
     bool keep;
   };
   std::vector<Cost> costs;

@@ -22,7 +22,7 @@ std::optional<LoweredNode> lower_pointwise(const Node* node);
 
 // The savings of a chain for each operator taken into it.
 struct Saving {
-  int calls = 0;   // of operators that are a loop: each takes as long as thousands of elements
+  int calls = 0;   // saved calls of operators that are a loop: each takes as long as thousands of elements
   int passes = 0;  // over memory, in the forward or backward direction
   Saving& operator+=(const Saving& other) {
     calls += other.calls, passes += other.passes;

@@ -74,7 +74,7 @@ class ParameterScaling {
   struct Scaled {
     std::vector<std::string> names;
     ScaledKind kind = ScaledKind::Weight;
-    double std = 1;     // of a weight
+    double std = 1;     // standard deviation of a weight before it was scaled
     at::Tensor before;  // a bias's own values
   };
   void add(Scaled scaled);

@@ -118,7 +118,7 @@ class ResidualFinder {
   const Arrays arrays_;
   std::vector<uint8_t> attention_;         // per node
   std::vector<Question> questions_;        // in graph order
-  std::vector<uint32_t> order_;            // of questions: by length of span, then by place
+  std::vector<uint32_t> order_;            // indices of questions, by class of span, then by start
   std::vector<uint64_t> reach_, through_;  // per vertex: from l_q; from l_q over an attention node
   std::vector<uint64_t> back_;             // per node: its result is r_q, or r_q depends on it
   std::vector<uint8_t> inside_;            // per node: on some branch

@@ -34,7 +34,7 @@ double away(double from, double to) { return to - ((from < 0) == (to < 0) ? from
 struct Change {
   double by = 0;  // logarithm
   size_t node = 0;
-  size_t uses = 0;  // of a value whose gradients add up; else 0
+  size_t uses = 0;  // number of uses of a value whose gradients add up; else 0
 };
 
 // The largest changes on the way to a tensor, downward and upward.

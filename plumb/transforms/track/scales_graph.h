@@ -20,7 +20,7 @@ struct ScaleNode {
   std::string target;  // "aten::linear", a parameter's full name, an input's name
   size_t result_index = 0;
   std::vector<size_t> inputs;  // earlier nodes, in argument order, repeated if used twice
-  std::vector<size_t> places;  // of a pruned graph: for each input the one before pruning that it stands for
+  std::vector<size_t> places;  // positions before pruning that the inputs stand for, one each; empty: not pruned
   std::string module;          // path
   std::string source;          // "model.py:12"
   std::optional<TensorMeta> meta;

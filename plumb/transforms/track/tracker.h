@@ -61,7 +61,7 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
     bool forward = true, backward = true;
     bool histogram = false;  // even if the options asked for none
     bool metrics = true;     // off: hashes at most
-    bool hash = false;       // of every tensor until clear()
+    bool hash = false;       // hashes of every tensor until clear()
     bool keep = false;       // copies of all of them instead of their hashes
     // All tensors until clear() are measured as one tensor.
     bool forward_together = false, backward_together = false;

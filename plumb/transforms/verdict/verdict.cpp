@@ -20,7 +20,7 @@ namespace {
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr int kScaleStep = 4, kMostScale = 40;  // exponents of the loss scales that are tried
 constexpr size_t kMostKept = 2;                 // product-directions in a wider format
-constexpr double kSmallShare = 0.05;            // of the score: a direction with less has no culprits
+constexpr double kSmallShare = 0.05;            // part of the score: a direction that adds less has no culprits
 
 // The recipe in one direction alone.
 FormatRecipe one_way(FormatRecipe recipe, bool backward) {
@@ -319,7 +319,7 @@ void Verdict::measure(const Parts& parts) {
       const GradientError error = batch.error(verdict.recipe);
       verdict.error.backward += error.backward;
       verdict.error.forward += error.forward;
-    } catch (const Error& e) {  // of this recipe: the model itself has run
+    } catch (const Error& e) {  // an error of this recipe: the model itself has run
       verdict.problem = e.message();
     }
   }

@@ -44,7 +44,7 @@ struct GradientError {
 struct ProductVerdict {
   std::string product;  // as product_names() has it
   bool backward = false;
-  double gain = 0;  // of the score
+  double gain = 0;  // decrease of the score
 };
 
 struct RecipeVerdict {

@@ -61,7 +61,7 @@ class Observer:
     def __init__(self) -> None:
         self.reads: dict[tuple[int, str], Any] = {}
         self.mode_line = ""
-        self.inner: list[Guards] = []  # of graphs that were called
+        self.inner: list[Guards] = []  # guards of the graphs that were called
         self._thread = threading.get_ident()
         self._classes: dict[type, Any] = {}
         self._seen: dict[int, Any] = {}  # objects, which stay as long as their ids are used
@@ -99,7 +99,7 @@ class Observer:
         cls = type(value)
         if cls not in self._classes:
             self._classes[cls] = cls.__dict__.get("__getattribute__")
-            with contextlib.suppress(TypeError):  # of a class in C
+            with contextlib.suppress(TypeError):  # error of a class implemented in C
                 cls.__getattribute__ = self.reader(cls.__getattribute__)
 
     def end(self) -> None:
@@ -229,7 +229,7 @@ class _Resolver:
             self.code(value, value.__code__)
         elif isinstance(
             wrapped := inspect.getattr_static(value, "__wrapped__", None), types.FunctionType
-        ):  # of functools.lru_cache
+        ):  # the function that functools.lru_cache wraps
             self.functions_in(wrapped, depth)
         elif isinstance(value, (list, tuple, dict)) and depth < DEEPEST and len(value) <= _MEMBERS:
             for part in value.values() if isinstance(value, dict) else value:

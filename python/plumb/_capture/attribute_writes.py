@@ -34,7 +34,7 @@ class Table(NamedTuple):
     before: Any
     dotted: bool  # it has the attributes of a module or another object
     module: nn.Module | None = None  # whose attributes it has
-    holds_buffers: bool = False  # of a module
+    holds_buffers: bool = False  # true for the _buffers of a module
     parent: Table | None = None  # in which this one was, under `key`
     key: Any = None
 
@@ -205,8 +205,8 @@ class ModuleStateGuard:
         ]
         self.parameters = list(module.parameters())
         self.modes = [(sub, sub.training) for sub in module.modules()]
-        self.changes: list[Change] = []  # of values that are no tensors, as the last restore() found them
-        self.kept: list[Change] = []  # of slots that held no tensors, as the last tensors() found them
+        self.changes: list[Change] = []  # changed values that are no tensors, as the last restore() found them
+        self.kept: list[Change] = []  # changed slots that held no tensors in the same places, as the last tensors() found them
         self.left: dict[str, Any] = {}  # by their names, the very objects
         self.written: set[tuple[int, Any]] = set()  # all slots that the forward has written: (id of the table, key)
         self.random = random.getstate()

@@ -145,12 +145,12 @@ class ChunkSteps:
     has_backward = False  # whether the schedule has one
     _runtime_validate = False  # compare every microbatch's values with the first one's
     _step: Any = None  # the step that runs
-    failure: Exception | None = None  # of the stage's own code, by hand
+    failure: Exception | None = None  # exception of the stage's own code, when it is driven by hand
 
     def _begin_chunks(self) -> None:
         self.fwd_cache: dict[int, tuple] = {}  # by microbatch: flat outputs, flat inputs; in a step until an action ends
         self.bwd_cache: dict[int, tuple] = {}  # by microbatch: gradients for the stage before; likewise
-        self._calls: dict[int, SimpleNamespace] = {}  # of `forward_one_chunk`, while it runs
+        self._calls: dict[int, SimpleNamespace] = {}  # running calls of `forward_one_chunk`, by microbatch
         self._weights_due: set[int] = set()
         self._by_hand: Any = None  # _C.StepDriver
 

@@ -64,7 +64,7 @@ class _PipelineSchedule(CustomFunctions):
         shared = inspect.cleandoc(_PipelineSchedule.__doc__ or "").partition("\n\n")[2]
         cls.__doc__ = "\n\n".join(filter(None, [inspect.cleandoc(cls.__doc__ or ""), shared]))
 
-    _name: str | None = None  # of the engine's table
+    _name: str | None = None  # name for _C.make_schedule(); None: it is not made from a name
     _stages: list[_PipelineStageBase]
     _backward_requires_autograd = True
     # The engine's table; `pipeline_order` is made from it when asked for, and replaces it when set.

@@ -48,12 +48,12 @@ class Source:
     arguments: list[tuple[str, int]]  # per flat input: the argument it belongs to, and which leaf of it
     parameters: list[str]  # names of the forward's positional parameters
     example: list | None = None
-    again: Any = None  # of a live module: captures it for other inputs; returns None once the module is gone
-    other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
+    again: Any = None  # function that captures a live module for other inputs; it returns None once the module is gone
+    other_sizes: str | None = None  # remedy for other sizes, if the source holds one graph alone
     unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
     model: Callable[[], nn.Module | None] = lambda: None  # the live module as long as it exists
-    guards: Guards | None = None  # of what its forward read
-    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of its tensors, as it was captured
+    guards: Guards | None = None  # guards on what its forward read
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # tensors' dtypes and devices when cut
 
     @property
     def engine(self) -> Any:

@@ -32,9 +32,9 @@ _SENT = (
 logger = logging.getLogger("plumb.pipelining")
 
 
-Sizes = dict[int, Sequence[int]]  # of the whole model's flat inputs, by their number; those that are known
+Sizes = dict[int, Sequence[int]]  # known sizes of the whole model's flat inputs, by their number
 
-MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of the model's inputs it comes from
+MARK = "_plumb_model_sizes"  # attribute of a tensor that a stage returned: the sizes of the model's inputs it comes from
 
 
 def sizes_of(values: Any) -> Sizes:

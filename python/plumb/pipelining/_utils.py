@@ -36,7 +36,7 @@ class PipeliningMetadataError(Error):
 PipeliningShapeError = PipeliningMetadataError  # its name until torch 2.10
 
 
-Wire = tuple["FPFormat | str", "FPFormat | str"]  # of values between stages, and of their gradients
+Wire = tuple["FPFormat | str", "FPFormat | str"]  # formats of values between stages, and of their gradients
 
 
 def wire_texts(wire: Wire | None) -> tuple[str, str]:
@@ -61,5 +61,5 @@ class PipeInfo:
     num_stages: int
     has_loss_and_backward: bool
     table: Any = field(default=None, repr=False)  # plumb._C.PipeTable: where every stage's inputs come from
-    input_names: list[tuple[str, int]] = field(default_factory=list, repr=False)  # of each flat input: argument, leaf
+    input_names: list[tuple[str, int]] = field(default_factory=list, repr=False)  # argument and leaf of each flat input
     stages_here: set[int] = field(default_factory=set, repr=False)  # that were built here for a schedule over several ranks

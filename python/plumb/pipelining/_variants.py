@@ -17,14 +17,14 @@ from .._errors import Error, ErrorKind
 from .._state import CONSTANT
 from ._sources import Source
 
-MAX_VARIANTS = 16  # of one pipe; the one unused for longest goes first
+MAX_VARIANTS = 16  # variants of one pipe; the one unused for longest goes first
 
 Dtypes = dict[torch.dtype, torch.dtype]  # what floating-point tensors of the model were converted to since the cut
 
 
 class Facts(NamedTuple):
     autocast: tuple
-    modes: tuple[bool, ...] | None  # of the model's modules; None if the forward does not depend on them
+    modes: tuple[bool, ...] | None  # modes of the model's modules; None if the forward does not depend on them
     dtypes: tuple
 
 
@@ -34,7 +34,7 @@ class Variant:
 
     facts: Facts
     source: Source
-    arguments: dict  # of its cut
+    arguments: dict  # keyword arguments of its _C.cut()
     engine: Any  # its cut, whose stages nobody runs
     specializer: Any
 
@@ -47,7 +47,7 @@ class Variant:
 def _as_if_called(autocast: tuple) -> Iterator[None]:
     """Captures for a variant are made in this, wherever it is needed first."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_C.PausedCapture())  # of a transform of the stage
+        stack.enter_context(_C.PausedCapture())  # a transform of the stage may be capturing
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device, dtype in autocast:
@@ -146,10 +146,10 @@ class Variants:
         self.depends_on_mode = bool(source.guards.mode_line) or _C.depends_on_mode(source.module.graph, False)
         facts = Facts(enabled_autocast(), source.modes() if self.depends_on_mode else None, ())
         self.base = Variant(facts, source, arguments, engine, _make_specializer(engine, source, arguments, facts, ready=False))
-        self._known = GraphStore(MAX_VARIANTS, MAX_VARIANTS)  # of Variant, by its facts
+        self._known = GraphStore(MAX_VARIANTS, MAX_VARIANTS)  # Variant objects, by their facts
         self._known.add(facts, self.base)
         self._lock = threading.RLock()
-        self.dtypes = {dtype for dtype, _ in source.kinds.values() if dtype.is_floating_point}  # of the model as it was cut
+        self.dtypes = {dtype for dtype, _ in source.kinds.values() if dtype.is_floating_point}  # the model's dtypes at the cut
 
     # Copying returns the same object. A pickled one comes without its model.
     def __deepcopy__(self, memo: dict) -> Variants:

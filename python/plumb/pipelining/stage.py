@@ -155,7 +155,7 @@ class _PipelineStageBase(ChunkSteps):
     """The base class of stages: a module, a place in the pipeline, and a process group."""
 
     submod: torch.nn.Module  # or any callable
-    reduction: Replicated | Sharded | None = None  # of a data parallel module, while a step runs
+    reduction: Replicated | Sharded | None = None  # gradient reduction of a data parallel module, while a step runs
     # The sources of values, for stages cut from a graph (`_C.PipeTable`); None: from the stage before.
     layout = None
     wire = ("", "")
@@ -354,7 +354,7 @@ class _PipelineStage(_PipelineStageBase):
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
         """Returns the whole model's flat inputs for a microbatch: None for what is not given here."""
-        leaves = self.pipe_info.input_names  # of each: the argument, and which leaf of it
+        leaves = self.pipe_info.input_names  # argument and leaf of each flat input
         names = list(dict.fromkeys(name for name, _ in leaves))
         given = dict(zip(names, args)) | kwargs
         if len(args) > len(names) or given.keys() - set(names):

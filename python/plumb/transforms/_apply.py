@@ -72,7 +72,7 @@ class CapturedGraph:
     asks_grad_mode: bool = False
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
-    guards: Guards = field(default_factory=Guards)  # of what the forward read besides its inputs
+    guards: Guards = field(default_factory=Guards)  # guards on what the forward read besides its inputs
     left: LeftTensors | None = None  # what the graph returns behind its outputs
 
     def run(self, leaves: list) -> Any:
@@ -125,8 +125,8 @@ class TransformedForward:
     def __init__(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None):
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes, self.own, self.copied_from = module, passes, own, copied_from
-        self._cache = GraphStore(MAX_GRAPHS, MAX_VARIANTS)  # of CapturedGraph, by signature
-        self._lock = threading.RLock()  # of what is known of graphs; running one needs none
+        self._cache = GraphStore(MAX_GRAPHS, MAX_VARIANTS)  # CapturedGraph objects, by signature
+        self._lock = threading.RLock()  # lock of what is known of graphs; running one without guards needs none
         self._tree: Tree | None = None
         self._asks_grad_mode = False
         self._told_variants = False

@@ -17,7 +17,7 @@ from ._apply import CapturedGraph, Module, TransformedForward, copy_module, forw
 from ._own_copies import without_transforms
 from ._report import folded_reports, rewritten
 
-_SHOWN = 5  # of the factors that an error names
+_SHOWN = 5  # number of factors that an error names
 
 
 def fold(module: Module, *args: Any, **kwargs: Any) -> Module:

@@ -37,7 +37,7 @@ class Metrics:
         numel: int
         histogram: dict[int, int] | None = field(default=None, repr=False)
 
-        def __getattr__(self, name: str) -> Any:  # of what is still on the device
+        def __getattr__(self, name: str) -> Any:  # reads measurements that are still on the device
             if name not in _FULL_NAMES or "_on_device" not in self.__dict__:
                 raise AttributeError(f"Metrics.Data has no '{name}'")
             *values, numel = self.__dict__["_on_device"][:6].tolist()
