@@ -100,7 +100,7 @@ UNCLEAR = (
 )
 # Name: (bar, number before comments were rewritten, count in one comment).
 ROWS = {
-    "begins with Of": (5, 126, words(SENTENCE + r"\s*Of\b")),
+    "begins with Of": (5, 346, words(r"^\s*of\b|" + SENTENCE + r"\s*Of\b")),
     "answer for return": (5, 129, words(r"(?i)\banswer(?:s|ed|ing)?\b")),
     "raises in C++": (0, 96, words(r"\bRaises\b|\braise[sd]? (?:an? |its |the |as )?(?:[Ee]rror|exception)", python=False)),
     "throws in Python": (0, 0, words(r"\bThrows\b|\bthrow[sn]? (?:an? |its |the |as )?(?:`?plumb\.)?(?:[Ee]rror|exception)", cpp=False)),
