@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -137,6 +138,8 @@ said = said.decode()
 class Command : public testing::Test {
  protected:
   static void SetUpTestSuite() {
+    for (const int key : {SIGINT, SIGQUIT})
+      std::signal(key, SIG_DFL);  // a shell's background jobs start with them ignored
     folder() = command_testing::new_folder();
     fs::copy(command_testing::written_by_python(), folder());
   }
