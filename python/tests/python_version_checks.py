@@ -72,10 +72,11 @@ def test_functions_that_are_called():
         look(1)
         x = (seen
              .look(2))  # fmt: skip
-        return x
+        look(value=x)
+        return seen.look(value="a keyword and a constant")
 
     forward()
-    assert seen.function == (["look"] * 3 if HAS_POSITIONS else [None] * 3), seen.function
+    assert seen.function == (["look"] * 5 if HAS_POSITIONS else [None] * 5), seen.function
 
 
 def test_branches_that_only_raise():

@@ -90,7 +90,8 @@ class Code:
             return None
         for m in range(n - 1, -1, -1):
             i = self.instructions[m]
-            if i.opname.startswith("LOAD_") and i.start == call.start and i.end < call.end:
+            # A constant there is the tuple of the call's keywords, which Python 3.14 places so, too.
+            if i.opname.startswith("LOAD_") and i.opname != "LOAD_CONST" and i.start == call.start and i.end < call.end:
                 return m
         return None
 
