@@ -25,9 +25,6 @@ bool has_memory(const at::Tensor& x) {
   return x.is_cpu() || x.is_cuda() || x.is_xpu() || (x.is_privateuseone() && x.has_storage());
 }
 
-// An emptied storage may be filled again. torch 2.11 cannot take its message back: there every result is kept.
-template <class Storage>
-constexpr bool kCanFill = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
 template <class Storage>
 void take_message_back(Storage& storage) {
   if constexpr (kCanFill<Storage>) storage.clear_data_ptr_access_error_msg_();

@@ -127,6 +127,10 @@ void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 // would not be ATen's bits.
 at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
+// An emptied storage may be filled again. torch 2.11 cannot take its message back: there every result is kept.
+template <class Storage>
+inline constexpr bool kCanFill = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+
 // Returns whether x is strided, no tracer's, and on the CPU or a device whose storages point to its memory.
 bool has_plain_memory(const at::Tensor& x);
 

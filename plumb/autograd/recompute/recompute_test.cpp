@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include "plumb/autograd/recompute/live_bytes.h"
+#include "plumb/autograd/recompute/recompute_testing.h"
 #include "plumb/core/error.h"
 #include "tests/test_device.h"
 
@@ -140,6 +141,7 @@ void expect_same(const Tensors& a, const Tensors& b, const std::string& what) {
 }
 
 TEST(Recompute, KeepsLessAndChangesNoBit) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   for (const Model& model : zoo()) {
     const Trained kept = train(model, Recompute::None), again = train(model, Recompute::Cheap);
     expect_same(kept.values, again.values, model.name);
@@ -150,6 +152,7 @@ TEST(Recompute, KeepsLessAndChangesNoBit) {
 }
 
 TEST(Recompute, FindsNoDifferenceWhenItChecks) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   for (const Model& model : zoo()) {
     const Trained kept = train(model, Recompute::None), again = train(model, Recompute::Cheap, /*check=*/true);
     expect_same(kept.values, again.values, model.name);
@@ -159,6 +162,7 @@ TEST(Recompute, FindsNoDifferenceWhenItChecks) {
 }
 
 TEST(Recompute, NamesWhatItDidNotKeep) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   at::manual_seed(3);
   const auto report = train(transformer_mlp(at::kFloat), Recompute::Cheap).report;
   ASSERT_EQ(report.by_operator.size(), 2u);
@@ -170,6 +174,7 @@ TEST(Recompute, NamesWhatItDidNotKeep) {
 }
 
 TEST(Recompute, NormalisesAgainWithTheBitsOfTheNorm) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   at::manual_seed(3);
   for (const bool affine : {true, false}) {
     for (int64_t width : {1, 7, 33, 64, 250, 1024}) {
@@ -198,6 +203,7 @@ TEST(Recompute, NormalisesAgainWithTheBitsOfTheNorm) {
 }
 
 TEST(Recompute, TakesWhatAutocastLeavesAndTheCastsItMakes) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   at::manual_seed(3);
   Model model = transformer_mlp(at::kFloat);
   model.forward = [whole = model.forward](const Tensors& t) {
@@ -251,6 +257,7 @@ Written written_in_a_scope() {
 }
 
 TEST(Recompute, RefusesAnInputThatWasWrittenSince) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   Written m = written_in_a_scope();
   m.y = at::Tensor();
   m.h.detach().mul_(2);
@@ -264,6 +271,7 @@ TEST(Recompute, RefusesAnInputThatWasWrittenSince) {
 }
 
 TEST(Recompute, NoticesWritesThatNoVersionShowsWhenItChecks) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   at::manual_seed(3);
   Written m;
   CheapRecompute scope(/*check=*/true);
@@ -334,6 +342,7 @@ TEST(Recompute, LeavesSmallResultsAndOperatorsThatDrawAlone) {
 }
 
 TEST(Recompute, SaysThatATensorIsNotThere) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   Written m = written_in_a_scope();
   auto& node = dynamic_cast<torch::autograd::generated::MmBackward0&>(*m.out.grad_fn());
   const at::Tensor saved = node.self_.unpack();
@@ -348,6 +357,7 @@ TEST(Recompute, SaysThatATensorIsNotThere) {
 
 // Two nodes save a result, and a third takes it after the decision about it.
 TEST(Recompute, FillsOneResultForEveryNodeThatSavedIt) {
+  PLUMB_SKIP_IF_ALL_IS_KEPT();
   at::manual_seed(3);
   const Model model{"three uses",
                     {leaf({64, 64}), leaf({64, 64}), leaf({64, 64})},
