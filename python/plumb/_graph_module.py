@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +25,21 @@ def constant_result(function: Any) -> Any:
     return function
 
 
+# Graphs by the handle that each has: functions of constant results take literals alone (torch 2.11).
+_graphs: weakref.WeakValueDictionary[str, GraphModule] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
 @constant_result
-def _make_fx(module: GraphModule) -> tuple[str, ...]:
+def _make_fx(handle: str) -> tuple[str, ...]:
     """Makes the module's torch.fx graph, which Dynamo cannot follow; returns the names of the tensors that it takes."""
-    return tuple(module.to_fx().attributes)
+    return tuple(_graphs[handle].to_fx().attributes)
 
 
 @constant_result
-def _asked(module: GraphModule) -> tuple[tuple[int, bool], ...]:
+def _asked(handle: str) -> tuple[tuple[int, bool], ...]:
     """Returns, for each input whose requires_grad the forward has read, its number and the value."""
-    nodes = module.graph.nodes
+    nodes = _graphs[handle].graph.nodes
     places = {node.results[0].name: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
     return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
 
@@ -77,6 +84,8 @@ class GraphModule(nn.Module):
         self._register()
 
     def _register(self) -> None:
+        self.__dict__.setdefault("_handle", str(next(_numbers)))
+        _graphs[self._handle] = self
         self.__dict__["_slots"] = put_state(self, self._engine.state())
         inputs = [node.results[0] for node in self.graph.nodes if node.op == "placeholder"]
         self.__dict__["_takes_tensor"] = [value.is_tensor for value in inputs]
@@ -187,9 +196,9 @@ class GraphModule(nn.Module):
 
     def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._leaves(args, kwargs)
-        if any(leaves[place].requires_grad != answer for place, answer in _asked(self)):
+        if any(leaves[place].requires_grad != answer for place, answer in _asked(self._handle)):
             self._engine.run([x if isinstance(x, Tensor) else None for x in leaves])  # which refuses them
-        names = _make_fx(self)
+        names = _make_fx(self._handle)
         gm = self.__dict__["_fx"]
         state = [member(self, name) for name in names]
         out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
@@ -205,7 +214,7 @@ class GraphModule(nn.Module):
     # --- copies: the graph travels as text, the state as tensors ---
     def __getstate__(self) -> dict:
         refuse_holders(self.graph, "copied")
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx", "_guards")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx", "_guards", "_handle")}
         state["_text"] = self._engine.graph.to_string()
         state["_specs"] = self._engine.specs()
         state["_mode"] = self._engine.training, self._engine.mode_read_at

@@ -135,6 +135,10 @@ def train(module, dtype, recompute, kind):
     return values + [b for s in stages for b in s.submod.buffers()], [s.recomputed for s in stages]
 
 
+keeps_all = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch before 2.12 cannot fill an emptied storage again")
+
+
+@keeps_all
 @pytest.mark.parametrize("name", ZOO)
 def test_gives_the_same_bits(name):
     make, dtype = ZOO[name]
@@ -154,6 +158,7 @@ def test_gives_the_same_bits(name):
             assert reports[0] and (reports[1] or kind is ScheduleInterleavedZeroBubble)
 
 
+@keeps_all
 def test_says_which_operators_results_were_not_kept():
     torch.manual_seed(0)
     module = nn.ModuleList([Gpt(), Gpt()])
@@ -166,6 +171,7 @@ def test_says_which_operators_results_were_not_kept():
     assert report.get("aten::mul") == dropped
 
 
+@keeps_all
 def test_stages_of_a_cut_model_take_it_too():
     torch.manual_seed(0)
     model = nn.Sequential(Gpt(dropout=0.0), Gpt(dropout=0.0))

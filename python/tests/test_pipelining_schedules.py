@@ -136,8 +136,9 @@ def test_lowering_is_torchs(name):
     lowered = schedules._add_send_recv(ours, mapping.__getitem__, stages)
     expected = torchs._add_send_recv(theirs, mapping.__getitem__, stages)
     assert text(lowered.values()) == text(expected.values())
-    late = schedules._defer_recv_ops(lowered, mapping.__getitem__)
-    assert text(late.values()) == text(torchs._defer_recv_ops(expected, mapping.__getitem__).values())
+    if hasattr(torchs, "_defer_recv_ops"):  # new in torch 2.12
+        late = schedules._defer_recv_ops(lowered, mapping.__getitem__)
+        assert text(late.values()) == text(torchs._defer_recv_ops(expected, mapping.__getitem__).values())
     if name != "DualPipeV":  # torch does not simulate pairs
         played = schedules._simulate_comms_compute(lowered, mapping.__getitem__, stages)
         reference = torchs._simulate_comms_compute(expected, mapping.__getitem__, stages)
