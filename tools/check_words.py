@@ -25,7 +25,7 @@ class Comment(NamedTuple):
     path: str
     line: int
     lines: list[str]  # without the marks, indentation kept
-    column: int  # of the text
+    column: int  # column where the text begins
 
     @property
     def text(self) -> str:

@@ -138,8 +138,8 @@ said = said.decode()
 class Command : public testing::Test {
  protected:
   static void SetUpTestSuite() {
-    for (const int key : {SIGINT, SIGQUIT})
-      std::signal(key, SIG_DFL);  // a shell's background jobs start with them ignored
+    // A shell's background jobs, and what they start, ignore these.
+    for (const int key : {SIGINT, SIGQUIT}) std::signal(key, SIG_DFL);
     folder() = command_testing::new_folder();
     fs::copy(command_testing::written_by_python(), folder());
   }

@@ -25,21 +25,29 @@ def constant_result(function: Any) -> Any:
     return function
 
 
-# Graphs by the handle that each has: functions of constant results take literals alone (torch 2.11).
-_graphs: weakref.WeakValueDictionary[str, GraphModule] = weakref.WeakValueDictionary()
+by_handle: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+
+
+def new_handle(target: Any) -> str:
+    """Returns a name by which compiled code finds an object in `by_handle` as long as that lives: functions of constant results
+    take literals alone. No number: Dynamo makes one that differs between two modules of one class a symbol, and then knows
+    neither of them."""
+    handle = f"handle {next(_numbers)}"
+    by_handle[handle] = target
+    return handle
 
 
 @constant_result
 def _make_fx(handle: str) -> tuple[str, ...]:
     """Makes the module's torch.fx graph, which Dynamo cannot follow; returns the names of the tensors that it takes."""
-    return tuple(_graphs[handle].to_fx().attributes)
+    return tuple(by_handle[handle].to_fx().attributes)
 
 
 @constant_result
 def _asked(handle: str) -> tuple[tuple[int, bool], ...]:
     """Returns, for each input whose requires_grad the forward has read, its number and the value."""
-    nodes = _graphs[handle].graph.nodes
+    nodes = by_handle[handle].graph.nodes
     places = {node.results[0].name: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
     return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
 
@@ -84,8 +92,8 @@ class GraphModule(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        self.__dict__.setdefault("_handle", str(next(_numbers)))
-        _graphs[self._handle] = self
+        if "_handle" not in self.__dict__:
+            self.__dict__["_handle"] = new_handle(self)
         self.__dict__["_slots"] = put_state(self, self._engine.state())
         inputs = [node.results[0] for node in self.graph.nodes if node.op == "placeholder"]
         self.__dict__["_takes_tensor"] = [value.is_tensor for value in inputs]

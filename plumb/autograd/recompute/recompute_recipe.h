@@ -127,7 +127,7 @@ void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 // would not be ATen's bits.
 at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
-// An emptied storage may be filled again. torch 2.11 cannot take its message back: there every result is kept.
+// True if an emptied storage can be filled again. torch 2.11 cannot take its message back: there every result is kept.
 template <class Storage>
 inline constexpr bool kCanFill = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
 

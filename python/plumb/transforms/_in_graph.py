@@ -20,20 +20,16 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from .._graph_module import constant_result
+from .._graph_module import by_handle, constant_result, new_handle
 from .._state import CONSTANT, member, state_of
 from .._trees import children
 
-_forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _last: dict[str, Any] = {}  # the graph that run() took last, by handle
 
 
 def register(forward: Any) -> str:
-    """Returns a name by which compiled code finds this forward. No number: Dynamo makes one that differs between two
-    modules of one class a symbol, and then knows neither of them."""
-    handle = f"forward {next(_numbers)}"
-    _forwards[handle] = forward
+    """Returns the handle by which compiled code finds this forward."""
+    handle = new_handle(forward)
     weakref.finalize(forward, _last.pop, handle, None)
     return handle
 
@@ -69,7 +65,7 @@ def _stand_in(x: Tensor) -> Tensor:
 
 
 def _graph_for(handle: str, args: tuple, kwargs: dict) -> Any:
-    forward = _forwards[handle]
+    forward = by_handle[handle]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if handle in _last and any(isinstance(x, torch._subclasses.functional_tensor.FunctionalTensor) for x in leaves):
         return _last[handle]
@@ -136,7 +132,7 @@ def run(handle: str, names: tuple, state: list, modes: list, args: tuple, kwargs
 def _names(handle: str) -> tuple:
     torch.compiler.allow_in_graph(run)  # here, where Dynamo is loaded
     _open_recurrent_modules()
-    return tuple(name for name, kind, _, _ in state_of(_forwards[handle].module) if kind != CONSTANT)
+    return tuple(name for name, kind, _, _ in state_of(by_handle[handle].module) if kind != CONSTANT)
 
 
 # Classes among a module's outputs, by name: what Dynamo takes for a constant is made of literals alone.
