@@ -78,8 +78,6 @@ def fault_table() -> None:
             whole = losses(run([*job, "--save", "whole.pt2"], folder))
             weights = (folder / "whole.pt2").read_bytes()
             for kind, words in KINDS.items():
-                if kind == "rot_gradient" and replicas == 1:
-                    continue
                 found, named, same = [], 0, 0
                 for rank in range(stages * replicas):
                     at = FROM

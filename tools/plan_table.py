@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
-"""Plans of four uneven models, and what their trainings then take: prints a table for docs/howto/plan.md.
+"""Plans of four uneven models, and of a GPT whose head weighs three layers, whole and divided by words; and what their
+trainings then take: prints a table for docs/howto/plan.md.
 
     .venv/bin/python tools/plan_table.py [--ranks 2] [--steps 60]
 
 Predicted: the plan's step. Measured: a step's time line from the first action to the last, the least and the middle of the
 steps, since other loads on a machine only lengthen them. Beside it the processor time that ranks were predicted to work, and
-took for a step (a long training less a short one; with the optimizer, the data and the messages).
+took for a step (a long training less a short one; with the optimizer, the data and the messages). Memory: all tensors of the
+rank that has most, the optimizer's state included; needs a build with -DPLUMB_BENCHMARKS=ON.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import pathlib
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,7 +30,8 @@ from tables import table
 from torch import nn
 from torch.nn import functional as F
 
-PLUMB = str(pathlib.Path(__file__).parent.parent / "build" / "bin" / "plumb")
+BUILD = pathlib.Path(__file__).parent.parent / "build"
+PLUMB = str(BUILD / "bin" / "plumb")
 WIDTH, ROWS, LENGTH = 128, 4, 64
 
 
@@ -97,7 +103,31 @@ class Unet(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-MODELS = {"a head of four layers": Head, "encoder and decoder": EncoderDecoder, "experts": Experts, "U-Net": Unet}
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.block = Block(WIDTH, 4 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, 2))
+        return self.block(x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+
+
+class Gpt(nn.Module):
+    """A layer has 12 x width^2 weights: the head, of 36 x width words, weighs three."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(36 * WIDTH, WIDTH), nn.Linear(WIDTH, 36 * WIDTH, bias=False)
+        self.layers, self.norm = nn.Sequential(*[Layer() for _ in range(8)]), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids, targets):
+        return F.cross_entropy(self.head(self.norm(self.layers(self.table(ids)))).flatten(0, 1), targets.flatten())
+
+
+MODELS = {"a head of four layers": Head, "encoder and decoder": EncoderDecoder, "experts": Experts, "U-Net": Unet, "GPT": Gpt}
+WORDS = {Head: 4096, Gpt: 36 * WIDTH}
 
 
 def run(command: list[str], folder: pathlib.Path) -> str:
@@ -123,48 +153,103 @@ def step_lengths(path: pathlib.Path) -> list[float]:
     return [(end - begin) / 1e6 for begin, end in ends.values()]
 
 
+def peak_of_rank(rank: int) -> None:
+    """Trains two steps of the plan in this folder as a rank, and prints the peak of its tensors in the second."""
+    from plumb.pipelining import Plan, pipeline
+    from plumb.pipelining.schedules import ScheduleTable
+
+    import plumb
+
+    cases = ctypes.CDLL(str(BUILD / "benchmarks" / "libpipeline_cases.so"))
+    cases.peak_of_allocations.restype = ctypes.c_int64
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    program, data = plumb.load_pt2("net.pt2"), torch.load("rows.pt")
+    plan = Plan("best.json")
+    one, many = ([v[: rows * ROWS].clone() for v in data.values()] for rows in (1, plan.microbatches))
+    pipe = pipeline(program, tuple(one), split_policy=plan, output_loss_value_spec=True)
+    cases.count_allocations()
+    stages = plan.build_stages(pipe, rank, "cpu")
+    schedule = ScheduleTable(stages, plan.microbatches, table=plan.schedule)
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.submod.parameters()])
+    held = sum(p.nbytes for s in stages for p in s.submod.parameters())  # from before the count
+    for _ in range(2):
+        cases.live_allocations()
+        schedule.step(*many)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(held + cases.peak_of_allocations())
+    torch.distributed.destroy_process_group()
+
+
+def peak_of_plan(ranks: int, folder: pathlib.Path) -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    children = [subprocess.Popen([sys.executable, __file__, "--peak-of", str(r)], cwd=folder, stdout=subprocess.PIPE,
+                                 env={**os.environ, **place, "RANK": str(r)}) for r in range(ranks)]  # fmt: skip
+    return max(int(child.communicate()[0]) for child in children)
+
+
+def row_of_plan(model: str, folder: pathlib.Path, ranks: int, steps: int) -> list[str]:
+    """Plans net.pt2 and trains it."""
+    microbatches = str(2 * ranks)
+    before, clock = processor_seconds(), time.monotonic()
+    planned = json.loads(run(["plan", "net.pt2", "--loss", "output", "--ranks", str(ranks), "--microbatches", microbatches,
+                              "-o", "best.json", "--json"], folder))  # fmt: skip
+    cost = f"{processor_seconds() - before:.0f} s ({time.monotonic() - clock:.0f} s)"
+    plan = json.loads((folder / "best.json").read_text())
+    job = ["train", "net.pt2", "--data", "rows.pt", "--loss", "output", "--threads", "1", "--json", "--save", "out.pt2"]
+    used = []
+    for number in (5, 5 + steps):
+        before = processor_seconds()
+        out = run([*job, "--plan", "best.json", "--steps", str(number), "--timeline", "line.json", "--timeline-steps",
+                   str(steps)], folder)  # fmt: skip
+        used.append(processor_seconds() - before)
+    losses = [e["loss"] for e in map(json.loads, out.splitlines()) if "loss" in e]
+    alone = run([*job, "--steps", "5", "--microbatches", microbatches], folder)
+    same = [e["loss"] for e in map(json.loads, alone.splitlines()) if "loss" in e] == losses[:5]
+    lengths = step_lengths(folder / "line.json")
+    taken = next(c for c in planned["schedules"] if c["schedule"] == planned["taken"])
+    work = taken["step"] * (1 - taken["bubble"]) * ranks
+    least, middle, ms, mib = min(lengths), statistics.median(lengths), 1e3, 2**20
+    memory, peak = max(plan["memory"]), peak_of_plan(ranks, folder)
+    return [model, planned["taken"], f"{ms * plan['seconds']:.1f}", f"{ms * least:.1f}", f"{ms * middle:.1f}",
+            f"{plan['seconds'] / least - 1:+.0%}", f"{ms * work:.0f}", f"{ms * (used[1] - used[0]) / steps:.0f}",
+            f"{planned['spread']:.0%}", f"{memory / mib:.1f}", f"{peak / mib:.1f} ({memory / peak - 1:+.1%})", cost,
+            f"{losses[-1]:.4f}", "yes" if same else "no"]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    microbatches, rows = 2 * given.ranks, []
+    if given.peak_of is not None:
+        return peak_of_rank(given.peak_of)
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        for model, make in MODELS.items():
+        for model in given.models:
+            make = MODELS[model]
             torch.manual_seed(0)
-            words = 4096 if make is Head else 512
+            words = WORDS.get(make, 512)
             ids, targets = torch.randint(words, (2, ROWS, LENGTH))
             torch.export.save(torch.export.export(make(), (ids, targets)), str(folder / "net.pt2"))
             many = {"ids": torch.randint(words, (512, LENGTH)), "targets": torch.randint(words, (512, LENGTH))}
             torch.save(many, folder / "rows.pt")
-            before, clock = processor_seconds(), time.monotonic()
-            planned = json.loads(run(["plan", "net.pt2", "--loss", "output", "--ranks", str(given.ranks), "--microbatches",
-                                      str(microbatches), "-o", "best.json", "--json"], folder))  # fmt: skip
-            cost = f"{processor_seconds() - before:.0f} s ({time.monotonic() - clock:.0f} s)"
-            plan = json.loads((folder / "best.json").read_text())
-            job = ["train", "net.pt2", "--data", "rows.pt", "--loss", "output", "--plan", "best.json", "--threads", "1", "--json"]
-            used = []
-            for steps in (5, 5 + given.steps):
-                before = processor_seconds()
-                out = run([*job, "--steps", str(steps), "--timeline", "line.json", "--timeline-steps", str(given.steps),
-                           "--save", "whole.pt2"], folder)  # fmt: skip
-                used.append(processor_seconds() - before)
-            losses = [e["loss"] for e in map(json.loads, out.splitlines()) if "loss" in e]
-            alone = ["train", "net.pt2", "--data", "rows.pt", "--loss", "output", "--threads", "1", "--json", "--steps", "5",
-                     "--microbatches", str(microbatches), "--save", "alone.pt2"]  # fmt: skip
-            same = [e["loss"] for e in map(json.loads, run(alone, folder).splitlines()) if "loss" in e] == losses[:5]
-            lengths = step_lengths(folder / "line.json")
-            taken = next(c for c in planned["schedules"] if c["schedule"] == planned["taken"])
-            work = taken["step"] * (1 - taken["bubble"]) * given.ranks
-            least, middle, ms = min(lengths), statistics.median(lengths), 1e3
-            rows.append([model, planned["taken"], f"{ms * plan['seconds']:.1f}", f"{ms * least:.1f}", f"{ms * middle:.1f}",
-                         f"{plan['seconds'] / least - 1:+.0%}", f"{ms * work:.0f}",
-                         f"{ms * (used[1] - used[0]) / given.steps:.0f}", f"{planned['spread']:.0%}", cost,
-                         "yes" if same else "no"])  # fmt: skip
-            print(rows[-1], file=sys.stderr, flush=True)
+            rows.append(row_of_plan(model, folder, given.ranks, given.steps))
+            if make is Gpt:
+                run(["opt", "net.pt2", f"--pass=split_vocabulary,parts={given.ranks}", "-o", "divided.pt2"], folder)
+                (folder / "divided.pt2").rename(folder / "net.pt2")
+                rows.append(row_of_plan("GPT, its head divided by words", folder, given.ranks, given.steps))
+            print(*rows[-2:], sep="\n", file=sys.stderr, flush=True)
     head = ["model", "plan", "predicted, ms:", "least step:", "middle:", "predicted over least:", "work predicted, ms:",
-            "processor time of a step:", "spread of costs:", "planning, processor time (clock)", "bits of one process"]  # fmt: skip
+            "processor time of a step:", "spread of costs:", "memory predicted, MiB:", "measured:",
+            "planning, processor time (clock)", "last loss:", "bits of one process"]  # fmt: skip
     print(table(head, rows))
 
 

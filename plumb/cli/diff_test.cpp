@@ -87,7 +87,8 @@ class Audits : public Checkpoints {};
 TEST_F(Audits, ARankWhoseMemoryRotsIsNamedAndTheRunEndsUndisturbed) {
   const std::string run = job() + "--stages 2 ";
   const Ended whole = plumb(run + "--save whole.pt2");
-  for (const char* fault : {"rot rank 1 at 1F2 of step 4", "rot_state rank 0 at 0B1 of step 6"}) {
+  for (const char* fault :
+       {"rot rank 1 at 1F2 of step 4", "rot_state rank 0 at 0B1 of step 6", "rot_gradient rank 1 at 1B2 of step 5"}) {
     SCOPED_TRACE(fault);
     const Ended audited =
         plumb(run + "--audit --max-restarts 1 --save other.pt2 --inject '" + std::string(fault) + "'");

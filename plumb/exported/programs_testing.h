@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -50,17 +51,19 @@ inline int python(const std::string& arguments, std::string* said = nullptr) {
 
 // Returns the settings that choose torch's kernels, and so the last bits of results: the CPU's, the environment's.
 inline std::string kernel_settings() {
-  std::string text;
+  std::set<std::string> lines;  // a shell changes the order of variables
   for (char** entry = environ; *entry; ++entry) {
     const std::string_view each = *entry;
     for (const char* start : {"ATEN_", "DNNL_", "LD_PRELOAD=", "MKL_", "ONEDNN_", "TORCH_"}) {
-      if (each.starts_with(start)) text += std::string(each) + "\n";
+      if (each.starts_with(start)) lines.emplace(each);
     }
   }
   std::ifstream cpu("/proc/cpuinfo");
   for (std::string line; std::getline(cpu, line) && !line.empty();) {
-    if (line.starts_with("model name") || line.starts_with("flags")) text += line + "\n";
+    if (line.starts_with("model name") || line.starts_with("flags")) lines.insert(line);
   }
+  std::string text;
+  for (const std::string& line : lines) text += line + "\n";
   return text;
 }
 

@@ -395,6 +395,11 @@ void Auditor::check_state() {
   }
 }
 
+void Auditor::gradient_changed(const std::string& parameter) {
+  fail({now_, ranks_.world.rank(), "the gradient of " + job_.first_name(parameter),
+        "its memory changed between two microbatches"});
+}
+
 void Auditor::check() {
   check_state();
   if (!transport_) return;

@@ -1,6 +1,7 @@
 // --audit: what a rank's memory or its arithmetic does wrong is found, and the rank is replaced as a lost one.
 //
 // 1. The state's hash after an update is its hash before the next one. Replicas have the same hash after each update.
+//    So is a sum of gradients from one microbatch to the next (PipelineOptions::gradient_changed).
 // 2. In every step a stage's microbatch, by chance, runs again on another rank, in that rank's largest gap of the next
 //    step: from its inputs, its outputs' gradients and the weights in the copies (state_copies.h). Hashes of its
 //    outputs, its inputs' gradients and its parameters' gradients are compared.
@@ -81,6 +82,8 @@ class Auditor {
   // Every rank calls these in this order, for every step of a run.
   void begin_step(int64_t step);
   void action_done(size_t done);
+  // Called when a sum of this parameter's gradients is not what it was: throws as check() does.
+  void gradient_changed(const std::string& parameter);
   // Before the step's numbers are shared: throws if this rank is wrong.
   void check();
   // After the update.

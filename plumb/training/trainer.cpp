@@ -132,6 +132,8 @@ void Trainer::Run::watch_progress() {
                                              flip_bits(fault, *step_);
                                            });
   job_.pipeline.progress = {};
+  job_.pipeline.gradient_changed = {};
+  if (o_.audit) job_.pipeline.gradient_changed = [this](const std::string& p) { auditor_->gradient_changed(p); };
   const bool reported = ranks_.is_first() && hooks_.progress;
   if (faults_->empty() && !reported && !o_.audit) return;
   job_.pipeline.progress = [this, reported](size_t done, size_t total) {

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 
+#include "plumb/core/mix_bits.h"
+#include "plumb/numerics/hash.h"
+
 namespace plumb {
 
 namespace {
@@ -25,14 +28,22 @@ at::Tensor tree_sum(Tensors parts) {
 }
 
 GradientAccumulator::GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads,
-                                         int groups)
+                                         int groups, std::function<void(const std::string&)> changed)
     : order_(std::move(order)),
       shared_(std::move(shared)),
       separate_step_grads_(separate_step_grads || groups > 1),
-      groups_(groups) {
+      groups_(groups),
+      changed_(std::move(changed)) {
   in_order_ = std::ranges::is_sorted(order_);
   std::ranges::sort(order_);
 }
+
+// While it lives, `.grad` of shared parameters is this stage's.
+struct GradientAccumulator::OwnGradients {
+  explicit OwnGradients(GradientAccumulator& stage) : stage_(stage) { stage_.swap_own(); }
+  ~OwnGradients() { stage_.swap_own(); }
+  GradientAccumulator& stage_;
+};
 
 void GradientAccumulator::begin_step(std::vector<NamedTensor> parameters) {
   parameters_ = std::move(parameters);
@@ -47,6 +58,32 @@ void GradientAccumulator::begin_step(std::vector<NamedTensor> parameters) {
     before_[i] = p.grad();
     p.mutable_grad() = at::Tensor();
   }
+  const OwnGradients own(*this);
+  keep_hashes();
+}
+
+// Hashes the step's gradients of parameter `i`, wherever they wait for the next microbatch. A sparse one has no hash.
+uint64_t GradientAccumulator::hash_of_sums(size_t i) const {
+  uint64_t all = 0;
+  const auto add = [&](const at::Tensor& sum) {
+    if (sum.defined() && sum.layout() == at::kStrided) all = mix_seeds(all, hash_of(sum));
+  };
+  add(parameters_[i].tensor.grad());
+  if (groups_ > 1) std::ranges::for_each(sums_[i], add);
+  for (const auto& [m, early] : out_of_order_) add(early[i]);
+  return all;
+}
+
+void GradientAccumulator::keep_hashes() {
+  if (!changed_) return;
+  hashes_.clear();
+  for (size_t i = 0; i < parameters_.size(); ++i) hashes_.push_back(hash_of_sums(i));
+}
+
+void GradientAccumulator::check_hashes() const {
+  if (!changed_) return;
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (hash_of_sums(i) != hashes_[i]) changed_(parameters_[i].name);
 }
 
 void GradientAccumulator::swap_own() {
@@ -62,20 +99,16 @@ void GradientAccumulator::swap_with(Tensors& gradients) const {
   }
 }
 
-// While it lives, `.grad` of shared parameters is this stage's.
-struct GradientAccumulator::OwnGradients {
-  explicit OwnGradients(GradientAccumulator& stage) : stage_(stage) { stage_.swap_own(); }
-  ~OwnGradients() { stage_.swap_own(); }
-  GradientAccumulator& stage_;
-};
-
 void GradientAccumulator::reduce(const std::function<void()>& reduction) {
   const OwnGradients own(*this);
+  check_hashes();
   reduction();
+  keep_hashes();
 }
 
 void GradientAccumulator::accumulate(int m, const std::function<void()>& backward) {
   const OwnGradients own(*this);
+  check_hashes();
   if (in_order_ || order_[next_] == m) {
     backward();
     end_microbatch();
@@ -101,6 +134,7 @@ void GradientAccumulator::accumulate(int m, const std::function<void()>& backwar
     out_of_order_.erase(out_of_order_.begin());
     end_microbatch();
   }
+  keep_hashes();
 }
 
 // At the end of a group its sum goes to those of the tree, and two of one level become one of the next: at most as many

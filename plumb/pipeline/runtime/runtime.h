@@ -48,6 +48,9 @@ struct PipelineOptions {
   // Called after each of this rank's actions of a step: how many are done, of how many.
   std::function<void(size_t done, size_t total)> progress;
   bool check_numerics = false;  // throw Error(Numerics) at the first NaN or infinity that leaves a stage
+  // Called with a parameter's name if a sum of its gradients is not what it was after the microbatch before: memory is
+  // damaged. Such sums are hashed twice a microbatch then. None: they are not.
+  std::function<void(const std::string& parameter)> gradient_changed;
   // Seeds the generators of the CPU and of the stages' devices for each forward, so that dropout does not depend on the
   // schedule. Every random node of a stage's graph has a seed from this number, the step, the node's name and the
   // microbatch's place in the batch of all replicas. So it does not depend on cut and replicas either

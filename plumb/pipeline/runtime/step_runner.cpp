@@ -138,7 +138,8 @@ std::unique_ptr<GradientAccumulator> StepRunner::make_accumulator(int stage, con
   const PipelineOptions& options = setup_.options;
   const bool separate_step_grads = options.replicas.size() > 1 || (options.scale_grads && order.size() > 1) ||
                                    find_hook(options.hooks, ActionKind::ReduceGrad, stage) != nullptr;
-  return std::make_unique<GradientAccumulator>(order, shared, separate_step_grads, setup_.groups_here());
+  return std::make_unique<GradientAccumulator>(order, shared, separate_step_grads, setup_.groups_here(),
+                                               options.gradient_changed);
 }
 
 // The gradients of another rank's copy, by group, are those of this rank's copy, too.
