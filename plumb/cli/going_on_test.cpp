@@ -36,15 +36,18 @@ class GoingOn : public Checkpoints {
 
 TEST_F(GoingOn, ALostRankLosesNothingWhereTiedWeightsAreCutApartAndEvaluated) {
   const std::string tied =
-      "train tied.pt2 --data tokens.bin --steps 6 --microbatches 2 --threads 1 --lr 0.01 --json --stages 3 "
-      "--at layers.0,head --eval-data tokens.bin --eval-every 2 --eval-batches 2 ";
-  // With --transmit the last stage has no tensor of its own.
-  for (const char* weights : {"", "--transmit head.weight "}) {
-    SCOPED_TRACE(weights);
-    const Ended whole = plumb(tied + weights + "--save whole.pt2");
-    for (const char* fault : {"kill rank 2 at 2F1 of step 4", "kill rank 0 at 0B1 of step 3"}) {
-      const Ended run =
-          plumb(tied + weights + "--save other.pt2 --max-restarts 1 --inject '" + std::string(fault) + "'");
+      "train tied.pt2 --data tokens.bin --steps 6 --microbatches 2 --threads 1 --lr 0.01 --json "
+      "--eval-data tokens.bin --eval-every 2 --eval-batches 2 ";
+  // With --transmit the last stage has no tensor of its own; under VMin one rank has both copies.
+  const std::string three = "--stages 3 --at layers.0,head ";
+  for (const auto& [layout, faults] : std::map<std::string, std::vector<std::string>>{
+           {three, {"kill rank 2 at 2F1 of step 4", "kill rank 0 at 0B1 of step 3"}},
+           {three + "--transmit head.weight ", {"kill rank 2 at 2F1 of step 4", "kill rank 0 at 0B1 of step 3"}},
+           {"--stages 2 --schedule VMin ", {"kill rank 0 at 3F1 of step 4"}}}) {
+    SCOPED_TRACE(layout);
+    const Ended whole = plumb(tied + layout + "--save whole.pt2");
+    for (const std::string& fault : faults) {
+      const Ended run = plumb(tied + layout + "--save other.pt2 --max-restarts 1 --inject '" + fault + "'");
       EXPECT_EQ(run.code, 0) << fault << "\n" << run.out << run.err;
       EXPECT_EQ(by_step({run}), values(whole));
       expect_same_weights();

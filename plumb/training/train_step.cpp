@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numeric>
 #include <set>
 
@@ -11,6 +12,24 @@
 #include "plumb/training/usage.h"
 
 namespace plumb {
+namespace {
+
+// Copies of a tied parameter that one rank holds become one tensor: it has one name, and one state of the optimizer.
+void join_copies(const TrainJob& job, int rank) {
+  std::map<std::string, at::Tensor> first;
+  for (const int index : job.schedule.placement.stages_of(rank)) {
+    GraphModule& stage = *job.pipe->stage(index);
+    std::vector<std::pair<std::string, at::Tensor>> joined;
+    for (const Attr& attr : stage.state()) {
+      if (attr.kind != AttrKind::Parameter) continue;
+      const auto [known, is_first] = first.emplace(job.first_name(attr.name), attr.tensor);
+      if (!is_first) joined.emplace_back(attr.name, known->second);
+    }
+    if (!joined.empty()) stage.set_state(joined);
+  }
+}
+
+}  // namespace
 
 TrainStep::TrainStep(const TrainOptions& o, TrainJob& job, const TrainRanks& ranks) : o_(o), job_(job), ranks_(ranks) {
   const int rank = ranks.rank();
@@ -18,6 +37,7 @@ TrainStep::TrainStep(const TrainOptions& o, TrainJob& job, const TrainRanks& ran
   if (!ranks.device.is_cpu()) {
     for (const int stage : job.schedule.placement.stages_of(rank)) job.pipe->move_stage(stage, ranks.device);
   }
+  join_copies(job, rank);
   stages_ = make_stages(o, job, rank);
   if (o.audit || std::ranges::any_of(job.faults, [](const Fault& f) { return f.kind == Fault::Kind::Flip; }))
     watch_stages(job, stages_);

@@ -94,6 +94,30 @@ def test_the_command_and_python_give_the_same_bits_from_one_file(folder):
     assert all(torch.equal(states[0][n], s[n]) for s in states for n in states[0])
 
 
+class LmLoss(Lm):
+    def forward(self, ids, targets):
+        return nn.functional.cross_entropy(super().forward(ids).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_model_that_returns_its_loss_is_evaluated(folder, stages):
+    torch.manual_seed(0)
+    net, rows = LmLoss(), {name: torch.randint(64, (24, 8)) for name in ("ids", "targets")}
+    torch.export.save(torch.export.export(net, tuple(x[:2] for x in rows.values())), folder / "loss.pt2")
+    torch.save(rows, folder / "rows.pt")
+    done = subprocess.run(
+        [COMMAND, "train", "loss.pt2", "--data", "rows.pt", "--loss", "output", "--eval-data", "rows.pt", "--steps", "2",
+         "--microbatches", "2", "--threads", "1", "--json", "--save", "trained.pt2", "--stages", str(stages)],
+        cwd=folder, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    net.load_state_dict(dict(plumb.load_pt2(folder / "trained.pt2").state_dict()))
+    with torch.no_grad():
+        wanted = net.eval()(**rows)
+    assert [event["eval_loss"] for event in said if "eval_loss" in event] == [pytest.approx(wanted.item(), rel=1e-6)]
+
+
 def test_a_captured_graph_is_trained_in_place(folder):
     torch.manual_seed(0)
     net = Lm()
