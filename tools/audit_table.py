@@ -68,7 +68,7 @@ def faults(kind: str, rank: int, stages: int, microbatches: int, steps: range, c
 
 
 def fault_table() -> None:
-    chance, rows = random.Random(0), []
+    chance, rows, audit = random.Random(0), [], ["--audit", "--audit-every", "1"]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         base = [*write_model(folder, 16, 8, 4), "--steps", str(STEPS), "--gradient-groups", "2"]
@@ -83,10 +83,10 @@ def fault_table() -> None:
                     at = FROM
                     if kind == "flip":  # when does the audit come upon it?
                         always = faults(kind, rank, stages, microbatches, range(FROM, STEPS + 1), chance)
-                        events = run([*job, "--audit", "--max-restarts", "1", *always], folder, may_fail=True)
+                        events = run([*job, *audit, "--max-restarts", "1", *always], folder, may_fail=True)
                         at = next((e["audit"] for e in events if "audit" in e), FROM)
                     spoiled = faults(kind, rank, stages, microbatches, range(at, at + 1), chance)
-                    events = run([*job, "--audit", "--max-restarts", "4", "--save", "other.pt2", *spoiled], folder)
+                    events = run([*job, *audit, "--max-restarts", "4", "--save", "other.pt2", *spoiled], folder)
                     audits = [e for e in events if "audit" in e]
                     found.append(audits[0]["audit"] - FROM if audits else None)
                     named += any(e["rank"] == rank for e in audits) and (replicas > 1 or len(audits) == 1)
@@ -102,7 +102,7 @@ def pairs(number: int) -> None:
     """Processor time of all ranks, and the clock's, of steps: a long run less a short one."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        base = [*write_model(folder, 256, 8, 128), "--stages", "2", "--microbatches", "4", "--max-restarts", "1"]
+        base = [*write_model(folder, 256, 8, 1024), "--stages", "2", "--microbatches", "4", "--max-restarts", "1"]
 
         def cost(steps: int, *more: str) -> tuple[float, float]:
             before, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -115,8 +115,8 @@ def pairs(number: int) -> None:
             steps: dict[bool, list[float]] = {}
             for audited in (False, True) if pair % 2 else (True, False):
                 more = ["--audit"] if audited else []
-                short, long = cost(20, *more), cost(220, *more)
-                steps[audited] = [(b - a) / 200 for a, b in zip(short, long)]
+                short, long = cost(10, *more), cost(60, *more)
+                steps[audited] = [(b - a) / 50 for a, b in zip(short, long)]
             for i in range(2):
                 shares[i].append(steps[True][i] / steps[False][i] - 1)
             print([f"{1e3 * x:.2f} ms" for x in (*steps[False], *steps[True])], file=sys.stderr, flush=True)

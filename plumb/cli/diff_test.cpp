@@ -78,6 +78,7 @@ TEST_F(Diffs, RefusesWhatCannotBeCompared) {
   wrong("diff lm.pt2 h_none", "are of two kinds");
   wrong(base() + "--replay 3", "--replay: nothing says where to");
   wrong(base() + "--replay 6 --hashes h_x", "--replay 6: more than --steps 5");
+  wrong(base() + "--stages 2 --audit-every 3", "--audit-every: nothing is audited");
   wrong(base() + "--stages 2 --audit", "--audit: nobody makes up for a rank that is wrong");
   EXPECT_EQ(plumb("diff h_none h_missing").code, 1);
 }
@@ -103,7 +104,7 @@ TEST_F(Audits, AnAuditChangesNoBitOfARun) {
   for (const char* layout : {"--stages 2 ", "--data-parallel 2 --microbatches 2 --gradient-groups 2 ",
                              "--stages 2 --schedule ZBH1 --accumulate 2 "}) {
     SCOPED_TRACE(layout);
-    const Ended audited = plumb(job() + layout + "--audit --max-restarts 1");
+    const Ended audited = plumb(job() + layout + "--audit --audit-every 1 --max-restarts 1");
     EXPECT_EQ(values(audited), values(plumb(job() + layout)));
     EXPECT_TRUE(values(audited, "audit").empty());
   }
@@ -112,14 +113,18 @@ TEST_F(Audits, AnAuditChangesNoBitOfARun) {
 TEST_F(Audits, ARankThatComputesWrongIsFoundByAnother) {
   const std::string run = job() + "--stages 2 ";
   const Ended whole = plumb(run + "--save whole.pt2");
+  std::ofstream(folder() / "rules.toml") << "every = 1\n[[rule]]\n";
   // Rank 0 computes a microbatch of rank 1's step 4 again, by the seed: all of them are wrong.
   std::string faults;
   for (const char* action : {"1F0", "1F1", "1F2", "1F3"})
     faults += std::string("--inject 'flip rank 1 at ") + action + " of step 4' ";
-  const Ended audited = plumb(run + "--audit --max-restarts 1 --save other.pt2 " + faults);
-  EXPECT_EQ(audited.code, 0) << audited.err;
-  EXPECT_EQ(values(audited, "audit"), std::vector<double>{4}) << audited.out;
-  expect_same_weights();
+  for (const char* recorded : {"", "--record rules.toml --history h "}) {
+    SCOPED_TRACE(recorded);
+    const Ended audited = plumb(run + "--audit --audit-every 1 --max-restarts 1 --save other.pt2 " + recorded + faults);
+    EXPECT_EQ(audited.code, 0) << audited.err;
+    EXPECT_EQ(values(audited, "audit"), std::vector<double>{4}) << audited.out;
+    expect_same_weights();
+  }
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "plumb/training/audit.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -74,32 +75,32 @@ void flip_a_bit(Tensors& inputs) {
 }  // namespace
 
 void check_audit(const TrainOptions& o) {
+  if (o.audit_every > 0 && !o.audit) throw UsageError("--audit-every: nothing is audited", "--audit");
   if (o.audit && o.processes() > 1 && o.max_restarts == 0) {
     throw UsageError("--audit: nobody makes up for a rank that is wrong", "--max-restarts N");
   }
 }
 
-AuditedStage::Tracked AuditedStage::tracked(const GraphModule& module) {
-  auto tracker = ScaleTracker::create();
-  auto made = derive(module);
-  track_scales(*made, *tracker);
-  tracker->set_enabled(false);
-  return {made, tracker};
-}
-
-AuditedStage::AuditedStage(const Tracked& made, const PipeTable& table, int index)
-    : GraphStage(made.first, table, index), tracker_(made.second) {
-  const Graph& graph = this->module()->graph();
+void AuditedStage::watch(int microbatch) {
+  watched_ = microbatch;
+  tracker_ = ScaleTracker::create();
+  const auto made = derive(*module());
+  track_scales(*made, *tracker_);
+  tracker_->set_enabled(false);
+  watched_stage_ = std::make_unique<GraphStage>(made, table_, index_);
+  hashed_.clear(), outputs_.clear();
   std::map<int64_t, bool> is_output;
-  for (const Arg& arg : graph.output_node()->args()) {
-    const Value* value = arg.value();
-    const Node* node = value != nullptr ? value->producer() : nullptr;
-    const bool here = node != nullptr && node->is_op("plumb::track") && node->arg("tracker") == Arg(tracker_->id());
+  for (const Arg& arg : made->graph().output_node()->args()) {
+    const Node* node = arg.value() != nullptr ? arg.value()->producer() : nullptr;
+    // A recorder may track the same tensor.
+    while (node != nullptr && node->is_op("plumb::track") && node->arg("tracker") != Arg(tracker_->id()))
+      node = node->input(0)->producer();
+    const bool here = node != nullptr && node->is_op("plumb::track");
     outputs_.push_back(here ? node->arg("slot").constant().toInt() : -1);
     if (here) is_output[outputs_.back()] = true;
   }
   std::vector<std::pair<int64_t, std::string>> inputs;
-  for (const TrackedTensor& each : tracked_tensors(*this->module(), *tracker_)) {
+  for (const TrackedTensor& each : tracked_tensors(*made, *tracker_)) {
     ScaleTracker::Wanted wanted{.forward = false, .backward = false, .metrics = false};
     if (is_output.contains(each.slot)) {
       wanted.forward = wanted.backward = wanted.keep = true;
@@ -119,7 +120,6 @@ Tensors AuditedStage::run(const Tensors& inputs, const Microbatch& microbatch) {
   if (std::exchange(wrong_, false)) flip_a_bit(given);
   if (microbatch.index != watched_ || !at::GradMode::is_enabled()) return GraphStage::run(given, microbatch);
   watched_ = -1;
-  tracker_->clear();
   seen_ = {};
   for (const at::Tensor& input : inputs) {
     seen_.inputs.push_back(input.defined() ? input.detach().clone() : input);
@@ -127,18 +127,12 @@ Tensors AuditedStage::run(const Tensors& inputs, const Microbatch& microbatch) {
   }
   if (const auto rows = running_rows()) seen_.rows = *rows;
   tracker_->set_enabled(true);
-  Tensors outputs;
-  try {
-    outputs = GraphStage::run(given, microbatch);
-  } catch (...) {
-    tracker_->set_enabled(false);
-    throw;
-  }
-  tracker_->set_enabled(false);
-  return outputs;
+  const auto stop = c10::make_scope_exit([&] { tracker_->set_enabled(false); });
+  return watched_stage_->run(given, microbatch);
 }
 
 AuditedStage::Seen AuditedStage::take() {
+  if (!tracker_) return {};
   for (size_t i = 0; i < hashed_.size() && !seen_.inputs.empty(); ++i) {
     const auto& [slot, name] = hashed_[i];
     for (const auto& each : tracker_->hashes(slot, i < num_outputs_ ? Direction::Forward : Direction::Backward))
@@ -171,7 +165,7 @@ void flip_bits(const Fault& fault, TrainStep& step) {
 void watch_stages(const TrainJob& job, std::map<int, std::shared_ptr<StageFunction>>& stages) {
   for (auto& [index, stage] : stages) {
     const auto& graph = static_cast<const GraphStage&>(*stage);
-    auto watched = std::make_shared<AuditedStage>(*graph.module(), job.pipe->table(), index);
+    auto watched = std::make_shared<AuditedStage>(graph.module(), job.pipe->table(), index);
     watched->recompute = stage->recompute;
     stage = std::move(watched);
   }
@@ -185,6 +179,7 @@ Auditor::Auditor(const TrainOptions& o, TrainJob& job, const TrainRanks& ranks, 
       step_(step),
       copies_(ranks.world.size() > 1 ? copies : nullptr),
       report_(std::move(report)),
+      period_(audit_period(o, job.schedule)),
       gap_(largest_gap(job.schedule, ranks.rank())) {
   if (copies_ != nullptr && copies_->are_shared()) {
     transport_ = std::make_unique<Transport>(ranks.world);
@@ -240,6 +235,12 @@ void Auditor::stop(const event::AuditFailed& found) {
               "look at its machine: memory, processor, temperature");
 }
 
+int64_t audit_period(const TrainOptions& o, const Schedule& schedule) {
+  if (o.audit_every > 0) return o.audit_every;
+  const int64_t runs = int64_t{schedule.num_stages()} * schedule.num_microbatches * o.replicas;  // of stages, in a step
+  return (200 + runs - 1) / runs;
+}
+
 AuditChoice audit_choice(const TrainOptions& o, const Schedule& schedule, int64_t step) {
   uint64_t chance = mix_seeds(static_cast<uint64_t>(o.seed) ^ 0x6175646974u, static_cast<uint64_t>(step));
   const auto below = [&](int count) {
@@ -259,8 +260,9 @@ void Auditor::begin_step(int64_t step) {
   now_ = step;
   received_.reset();
   if (!transport_) return;
-  audited_ = watched_;
+  audited_ = std::exchange(watched_, std::nullopt);
   if (audited_) exchange();
+  if (step % period_ != 0) return action_done(0);
   watched_ = audit_choice(o_, job_.schedule, step);
   const auto& stages = step_.stages();
   if (const auto at = stages.find(watched_->stage); watched_->rank == ranks_.world.rank() && at != stages.end())
@@ -323,7 +325,7 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
   if (!stage) {
     const auto made = make_stages(o_, job_, choice.rank % job_.schedule.num_ranks());
     const auto& graph = static_cast<GraphStage&>(*made.at(choice.stage));
-    stage = std::make_shared<AuditedStage>(*graph.module(), job_.pipe->table(), choice.stage);
+    stage = std::make_shared<AuditedStage>(derive(*graph.module()), job_.pipe->table(), choice.stage);
   }
   const auto copied = copies_->model_of(choice.rank, now_ - 2);
   std::vector<std::pair<std::string, at::Tensor>> weights;
@@ -402,7 +404,7 @@ void Auditor::gradient_changed(const std::string& parameter) {
 
 void Auditor::check() {
   check_state();
-  if (!transport_) return;
+  if (!audited_) return;
   if (received_) run_again();
   std::vector<int> owners;
   std::vector<double> accused(static_cast<size_t>(ranks_.world.size()), -1);

@@ -2,9 +2,10 @@
 //
 // 1. The state's hash after an update is its hash before the next one. Replicas have the same hash after each update.
 //    So is a sum of gradients from one microbatch to the next (PipelineOptions::gradient_changed).
-// 2. In every step a stage's microbatch, by chance, runs again on another rank, in that rank's largest gap of the next
-//    step: from its inputs, its outputs' gradients and the weights in the copies (state_copies.h). Hashes of its
-//    outputs, its inputs' gradients and its parameters' gradients are compared.
+// 2. In every audit_every-th step a stage's microbatch, by chance, runs again on another rank, in that rank's largest
+// gap
+//    of the next step: from its inputs, its outputs' gradients and the weights in the copies (state_copies.h). Hashes
+//    of its outputs, its inputs' gradients and its parameters' gradients are compared.
 //
 // A rank that is wrong throws Error(ExecutionFailed) and ends, before the step that it was found in changes a weight.
 // Copies of its state, and after 2. all copies of the edge after the audited step, are given up: the run goes on from
@@ -25,12 +26,12 @@ void check_audit(const TrainOptions& options);
 // A stage of which one microbatch may be watched.
 class AuditedStage : public GraphStage {
  public:
-  AuditedStage(const GraphModule& module, const PipeTable& table, int index)
-      : AuditedStage(tracked(module), table, index) {}
+  AuditedStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index)
+      : GraphStage(std::move(module), table, index), table_(table), index_(index) {}
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
   // Watches the next run of this microbatch.
-  void watch(int microbatch) { watched_ = microbatch; }
-  // Makes the next watched run wrong: a bit of its first floating-point input is flipped where it computes (--inject).
+  void watch(int microbatch);
+  // Makes the next run wrong: a bit of its first floating-point input is flipped where it computes (--inject).
   void compute_wrong() { wrong_ = true; }
 
   struct Seen {
@@ -43,11 +44,10 @@ class AuditedStage : public GraphStage {
   Seen take();
 
  private:
-  using Tracked = std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<ScaleTracker>>;
-  static Tracked tracked(const GraphModule& module);
-  AuditedStage(const Tracked& made, const PipeTable& table, int index);
-
+  const PipeTable& table_;
+  const int index_;
   std::shared_ptr<ScaleTracker> tracker_;
+  std::unique_ptr<GraphStage> watched_stage_;            // the graph, as it was at watch(), with what the tracker needs
   std::vector<std::pair<int64_t, std::string>> hashed_;  // slots of outputs, inputs and parameters, and their names
   std::vector<int64_t> outputs_;                         // slots by output; -1: none
   size_t num_outputs_ = 0;                               // the first of hashed_
@@ -66,6 +66,9 @@ void flip_bits(const Fault& fault, TrainStep& step);
 struct AuditChoice {
   int rank = 0, by = 0, stage = 0, microbatch = 0;
 };
+// Returns TrainOptions::audit_every, or, for 0, the number of steps whose work is a hundred times what an audit
+// repeats.
+int64_t audit_period(const TrainOptions& options, const Schedule& schedule);
 // Returns the same on all ranks.
 AuditChoice audit_choice(const TrainOptions& options, const Schedule& schedule, int64_t step);
 
@@ -108,7 +111,7 @@ class Auditor {
   std::unique_ptr<Transport> transport_;  // null: only 1. is done
   std::string left_out_;
   std::vector<std::pair<std::string, uint64_t>> written_;
-  int64_t now_ = 0;
+  int64_t now_ = 0, period_;
   size_t gap_ = 0;                                // number of actions before it
   std::optional<AuditChoice> watched_, audited_;  // choices of this step, and of the one before, audited in this one
   std::optional<AuditedStage::Seen> received_;

@@ -206,8 +206,11 @@ std::vector<TrainField> checkpoint_fields() {
       field("patience", &O::patience, "Seconds to wait for a rank that does not respond", whole_number(1, 86400)),
       {"audit", &O::audit,
        "Find ranks whose memory or arithmetic is wrong, and make up for them as for lost ones (--max-restarts): the "
-       "state's hash after an update is that before the next, and each step a stage's microbatch runs again on another "
-       "rank"},
+       "state's hash after an update is that before the next, and a stage's microbatch runs again on another rank "
+       "(--audit-every)"},
+      field("audit-every", &O::audit_every,
+            "With --audit: run a microbatch again every so many steps; 0: so seldom that it is 0.5 % of the work",
+            whole_number(0, 1000000)),
       {"inject", &O::inject,
        "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP), raise, flip (a bit of what "
        "this "

@@ -46,6 +46,7 @@ struct TrainOptions {
   std::string checkpoints, hashes;
   int64_t replay = 0;
   bool audit = false;
+  int64_t audit_every = 0;
   std::vector<std::string> inject;
   int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0, spares = 0, patience = 60;
   int64_t copies_to_neighbor = 0;

@@ -6,6 +6,7 @@
 #include "plumb/recording/history.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/pipeline_plan.h"
+#include "plumb/training/audit.h"
 #include "plumb/training/dry_run.h"
 #include "plumb/training/lasting.h"
 #include "plumb/training/options_testing.h"
@@ -136,6 +137,15 @@ Checks checks_of_checkpoints() {
       {"copies-to-neighbor",
        [](TrainingOptions& t) {
          t.refuses(t.with("copies-to-neighbor", {"5"}), "--copies-to-neighbor: no lost process is made up for");
+       }},
+      {"audit-every",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("audit-every", {"5"}), "--audit-every: nothing is audited");
+         TrainOptions o = t.options;
+         const Schedule table = make_schedule("1F1B", 2, 4);
+         EXPECT_EQ(audit_period(o, table), 25) << "8 runs of a stage a step";
+         o.audit_every = 5;
+         EXPECT_EQ(audit_period(o, table), 5);
        }},
       {"recut",
        [](TrainingOptions& t) {
