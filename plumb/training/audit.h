@@ -2,10 +2,9 @@
 //
 // 1. The state's hash after an update is its hash before the next one. Replicas have the same hash after each update.
 //    So is a sum of gradients from one microbatch to the next (PipelineOptions::gradient_changed).
-// 2. In every audit_every-th step a stage's microbatch, by chance, runs again on another rank, in that rank's largest
-// gap
-//    of the next step: from its inputs, its outputs' gradients and the weights in the copies (state_copies.h). Hashes
-//    of its outputs, its inputs' gradients and its parameters' gradients are compared.
+// 2. In every audit_every-th step a stage's microbatch, by chance, runs again on another rank, in a gap of that rank's
+//    next step: from its inputs, its outputs' gradients and the weights in the copies (state_copies.h). Hashes of its
+//    outputs, its inputs' gradients and its parameters' gradients are compared.
 //
 // A rank that is wrong throws Error(ExecutionFailed) and ends, before the step that it was found in changes a weight.
 // Copies of its state, and after 2. all copies of the edge after the audited step, are given up: the run goes on from
@@ -66,7 +65,7 @@ void flip_bits(const Fault& fault, TrainStep& step);
 struct AuditChoice {
   int rank = 0, by = 0, stage = 0, microbatch = 0;
 };
-// Returns TrainOptions::audit_every, or, for 0, the number of steps whose work is a hundred times what an audit
+// Returns TrainOptions::audit_every, or, for 0, the number of steps whose work is 200 times what an audit
 // repeats.
 int64_t audit_period(const TrainOptions& options, const Schedule& schedule);
 // Returns the same on all ranks.
