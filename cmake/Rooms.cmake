@@ -120,6 +120,12 @@ function(plumb_tests)
     add_test(NAME ${room} COMMAND plumb_${room}_test)
     # Properties are tried on the same random cases every time: another seed is for who looks for faults (HACKING.md).
     set_tests_properties(${room} PROPERTIES ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;RC_PARAMS=seed=1")
+    # A small part of `make test-cpus`: suites that compare bits, with the kernels of an older CPU.
+    if(room MATCHES "^(autograd|capture|recording|scaling)$")
+      add_test(NAME ${room}_avx2 COMMAND plumb_${room}_test)
+      set_tests_properties(${room}_avx2 PROPERTIES ENVIRONMENT
+        "OMP_WAIT_POLICY=PASSIVE;RC_PARAMS=seed=1;ATEN_CPU_CAPABILITY=avx2;ONEDNN_MAX_CPU_ISA=AVX2;MKL_CBWR=AVX2")
+    endif()
     # Once more on a device that is not the CPU (tests/test_device.h); left_out.txt says which tests are not, and why.
     file(STRINGS "${CMAKE_CURRENT_SOURCE_DIR}/tests/device/left_out.txt" left REGEX "^${room} ")
     if(left)
