@@ -248,17 +248,19 @@ def layouts(schedules: list[str]) -> None:
             done = subprocess.run([*base, "--hashes", history, *layout], cwd=folder, capture_output=True, text=True)
             if done.returncode != 0:
                 print(done.stderr.strip().splitlines()[-1][:300], file=sys.stderr)
-            return None if done.returncode != 0 else plumb.diff(str(folder / "one.history"), str(folder / history))
+            return None if done.returncode != 0 else plumb.diff(str(folder / one), str(folder / history))
 
+        for one, groups in (("one2.history", "2"), ("one4.history", "4")):
+            run(one, "--microbatches", "8", "--gradient-groups", groups)
         for schedule in schedules:
             for stages, replicas in ((2, 1), (4, 1), (2, 2)):
                 layout = ["--schedule", schedule, "--stages", str(stages), "--data-parallel", str(replicas),
                           "--microbatches", str(8 // replicas)]  # fmt: skip
-                both_ends = schedule == "DualPipe"  # two groups a replica by itself, and takes no more
-                if not both_ends:
+                one = "one2.history"
+                if schedule != "DualPipe":
                     layout += ["--gradient-groups", "2"]
-                groups = 2 * replicas if both_ends else 2
-                run("one.history", "--microbatches", "8", "--gradient-groups", str(groups))
+                elif replicas == 2:  # it has two groups a replica by itself, and takes no more
+                    one = "one4.history"
                 found = run("other.history", *layout)
                 if found is None:
                     print(f"| {schedule} | {stages} x {replicas} | cannot run | |", flush=True)

@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import pathlib
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -163,9 +161,10 @@ def peak_of_rank(rank: int) -> None:
     cases = ctypes.CDLL(str(BUILD / "benchmarks" / "libpipeline_cases.so"))
     cases.peak_of_allocations.restype = ctypes.c_int64
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
     program, data = plumb.load_pt2("net.pt2"), torch.load("rows.pt")
     plan = Plan("best.json")
+    store = f"file://{pathlib.Path.cwd()}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=plan.ranks)
     one, many = ([v[: rows * ROWS].clone() for v in data.values()] for rows in (1, plan.microbatches))
     pipe = pipeline(program, tuple(one), split_policy=plan, output_loss_value_spec=True)
     cases.count_allocations()
@@ -183,12 +182,9 @@ def peak_of_rank(rank: int) -> None:
 
 
 def peak_of_plan(ranks: int, folder: pathlib.Path) -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    children = [subprocess.Popen([sys.executable, __file__, "--peak-of", str(r)], cwd=folder, stdout=subprocess.PIPE,
-                                 env={**os.environ, **place, "RANK": str(r)}) for r in range(ranks)]  # fmt: skip
+    (folder / "store").unlink(missing_ok=True)
+    children = [subprocess.Popen([sys.executable, __file__, "--peak-of", str(r)], cwd=folder, stdout=subprocess.PIPE)
+                for r in range(ranks)]  # fmt: skip
     return max(int(child.communicate()[0]) for child in children)
 
 
@@ -215,10 +211,12 @@ def row_of_plan(model: str, folder: pathlib.Path, ranks: int, steps: int) -> lis
     work = taken["step"] * (1 - taken["bubble"]) * ranks
     least, middle, ms, mib = min(lengths), statistics.median(lengths), 1e3, 2**20
     memory, peak = max(plan["memory"]), peak_of_plan(ranks, folder)
-    return [model, planned["taken"], f"{ms * plan['seconds']:.1f}", f"{ms * least:.1f}", f"{ms * middle:.1f}",
+    row = [model, planned["taken"], f"{ms * plan['seconds']:.1f}", f"{ms * least:.1f}", f"{ms * middle:.1f}",
             f"{plan['seconds'] / least - 1:+.0%}", f"{ms * work:.0f}", f"{ms * (used[1] - used[0]) / steps:.0f}",
             f"{planned['spread']:.0%}", f"{memory / mib:.1f}", f"{peak / mib:.1f} ({memory / peak - 1:+.1%})", cost,
             f"{losses[-1]:.4f}", "yes" if same else "no"]  # fmt: skip
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def main() -> None:
@@ -246,7 +244,6 @@ def main() -> None:
                 run(["opt", "net.pt2", f"--pass=split_vocabulary,parts={given.ranks}", "-o", "divided.pt2"], folder)
                 (folder / "divided.pt2").rename(folder / "net.pt2")
                 rows.append(row_of_plan("GPT, its head divided by words", folder, given.ranks, given.steps))
-            print(*rows[-2:], sep="\n", file=sys.stderr, flush=True)
     head = ["model", "plan", "predicted, ms:", "least step:", "middle:", "predicted over least:", "work predicted, ms:",
             "processor time of a step:", "spread of costs:", "memory predicted, MiB:", "measured:",
             "planning, processor time (clock)", "last loss:", "bits of one process"]  # fmt: skip

@@ -89,7 +89,6 @@ void AuditedStage::watch(int microbatch) {
   tracker_->set_enabled(false);
   watched_stage_ = std::make_unique<GraphStage>(made, table_, index_);
   hashed_.clear(), outputs_.clear();
-  std::map<int64_t, bool> is_output;
   for (const Arg& arg : made->graph().output_node()->args()) {
     const Node* node = arg.value() != nullptr ? arg.value()->producer() : nullptr;
     // A recorder may track the same tensor.
@@ -97,12 +96,11 @@ void AuditedStage::watch(int microbatch) {
       node = node->input(0)->producer();
     const bool here = node != nullptr && node->is_op("plumb::track");
     outputs_.push_back(here ? node->arg("slot").constant().toInt() : -1);
-    if (here) is_output[outputs_.back()] = true;
   }
   std::vector<std::pair<int64_t, std::string>> inputs;
   for (const TrackedTensor& each : tracked_tensors(*made, *tracker_)) {
     ScaleTracker::Wanted wanted{.forward = false, .backward = false, .metrics = false};
-    if (is_output.contains(each.slot)) {
+    if (std::ranges::count(outputs_, each.slot) > 0) {
       wanted.forward = wanted.backward = wanted.keep = true;
       hashed_.emplace_back(each.slot, each.tensor.name);
     } else if (each.tensor.operation == "input" || each.tensor.operation == "parameter") {
@@ -237,8 +235,8 @@ void Auditor::stop(const event::AuditFailed& found) {
 
 int64_t audit_period(const TrainOptions& o, const Schedule& schedule) {
   if (o.audit_every > 0) return o.audit_every;
-  const int64_t runs = int64_t{schedule.num_stages()} * schedule.num_microbatches * o.replicas;  // of stages, in a step
-  return (200 + runs - 1) / runs;
+  const int64_t stage_runs = int64_t{schedule.num_stages()} * schedule.num_microbatches * o.replicas;  // in a step
+  return (200 + stage_runs - 1) / stage_runs;
 }
 
 AuditChoice audit_choice(const TrainOptions& o, const Schedule& schedule, int64_t step) {

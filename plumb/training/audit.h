@@ -65,8 +65,7 @@ void flip_bits(const Fault& fault, TrainStep& step);
 struct AuditChoice {
   int rank = 0, by = 0, stage = 0, microbatch = 0;
 };
-// Returns TrainOptions::audit_every, or, for 0, the number of steps whose work is 200 times what an audit
-// repeats.
+// Returns TrainOptions::audit_every; for 0 the number of steps whose work is 200 times what an audit repeats.
 int64_t audit_period(const TrainOptions& options, const Schedule& schedule);
 // Returns the same on all ranks.
 AuditChoice audit_choice(const TrainOptions& options, const Schedule& schedule, int64_t step);

@@ -189,7 +189,7 @@ TEST_F(TrainingData, LossesCountByTheTargetsThatCount) {
   targets[0][0] = 3;
   options.microbatches = 4;
   const at::Tensor logits = at::randn({4, 8, 7}).set_requires_grad(true);
-  const Loss loss = make_loss(options);
+  const Loss loss = make_loss(options, *lm());
   const Parts parts = cut_batch(options, {{logits.detach()}, {targets}}, 4);
   EXPECT_EQ(parts.counts, (std::vector<int64_t>{1, 0, 8, 8}));
   at::Tensor sum = at::zeros({});

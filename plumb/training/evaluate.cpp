@@ -61,11 +61,6 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
   of_run.progress = {};
   of_run.replicas = {};
   of_run.gradient_groups = 0;
-  if (!of_run.loss) {  // a pipeline that evaluates computes one only if it is told to
-    of_run.loss = [output = static_cast<size_t>(of_run.loss_output)](const Tensors& outputs, const Tensors&) {
-      return outputs.at(output);
-    };
-  }
   pipeline_ = std::make_unique<Pipeline>(job.pipe->table(), job.schedule, std::move(stages), groups.pipeline, of_run);
 }
 

@@ -217,11 +217,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   } else if (o.eval_every > 0 || o.eval_batches > 0 || !o.eval_targets.empty()) {
     throw UsageError("--eval-data is missing", "--eval-data FILE of held-out data");
   }
-  if (o.loss == "output") {
-    job.pipeline.loss_output = loss_output(module);
-  } else {
-    job.pipeline.loss = make_loss(o);
-  }
+  job.pipeline.loss = make_loss(o, module);
   job.pipeline.return_outputs = false;
   job.pipeline.seed = static_cast<uint64_t>(o.seed);
   job.pipeline.record_timeline = !o.timeline.empty();

@@ -44,18 +44,7 @@ int64_t count_of(const TrainOptions& o, const Tensors& inputs, const Tensors& ta
   return targets[0].ne(o.ignore_index).sum().item<int64_t>();
 }
 
-}  // namespace
-
-Loss make_loss(const TrainOptions& o) {
-  if (o.loss == "output") return {};
-  return [is_mse = o.loss == "mse", ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
-    Tensors there;  // where the model's outputs are
-    for (const at::Tensor& t : targets)
-      there.push_back(t.defined() && !outputs.empty() && outputs[0].defined() ? t.to(outputs[0].device()) : t);
-    return is_mse ? mse(outputs, there) : cross_entropy(outputs, there, ignored);
-  };
-}
-
+// Returns the output that is the loss: the one named so, or the only floating-point number.
 int loss_output(const GraphModule& module) {
   if (const auto named = find_loss_by_name(module.out_spec())) return static_cast<int>(*named);
   const auto args = module.graph().output_node()->args();
@@ -65,6 +54,20 @@ int loss_output(const GraphModule& module) {
   }
   throw UsageError("--loss output: the model returns no number",
                    "--loss cross_entropy or mse, or a model that returns its loss");
+}
+
+}  // namespace
+
+Loss make_loss(const TrainOptions& o, const GraphModule& module) {
+  if (o.loss == "output") {
+    return [loss = example_loss(o.loss, module)](const Tensors& outputs, const Tensors&) { return loss(outputs); };
+  }
+  return [is_mse = o.loss == "mse", ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
+    Tensors there;  // where the model's outputs are
+    for (const at::Tensor& t : targets)
+      there.push_back(t.defined() && !outputs.empty() && outputs[0].defined() ? t.to(outputs[0].device()) : t);
+    return is_mse ? mse(outputs, there) : cross_entropy(outputs, there, ignored);
+  };
 }
 
 std::function<at::Tensor(const Tensors&)> example_loss(const std::string& loss, const GraphModule& module) {

@@ -8,10 +8,9 @@
 namespace plumb {
 
 // Returns the mean over the targets that count: for cross_entropy those that are not the ignored one, for mse those of
-// the mask. 0, with gradients of 0, where none counts. None for --loss output.
-Loss make_loss(const TrainOptions& options);
-// Returns the output that is the loss: the one named so, or the only floating-point number. Throws UsageError.
-int loss_output(const GraphModule& module);
+// the mask. 0, with gradients of 0, where none counts. With --loss output the model's own: the output named so, or the
+// only floating-point number; throws UsageError if it returns none.
+Loss make_loss(const TrainOptions& options, const GraphModule& module);
 
 // Returns --loss of the model's outputs with targets made up, to measure with; none for "none". "": the model's own
 // loss if it returns one, else cross_entropy for floating-point outputs of two or more dimensions. Throws UsageError.

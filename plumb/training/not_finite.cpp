@@ -52,8 +52,7 @@ NotFinite find_not_finite(const TrainOptions& o, const TrainJob& job, const Part
     const auto outputs = tracked->run({parts.inputs[part].begin(), parts.inputs[part].end()});
     Tensors tensors;
     for (const c10::IValue& v : outputs) tensors.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
-    const at::Tensor loss = job.pipeline.loss ? job.pipeline.loss(tensors, parts.targets[part])
-                                              : tensors.at(static_cast<size_t>(job.pipeline.loss_output));
+    const at::Tensor loss = job.pipeline.loss(tensors, parts.targets[part]);
     if (loss.requires_grad()) loss.backward();
     std::string where = first_bad(scales_graph(*tracked));
     if (where.empty() && !at::isfinite(loss.detach()).all().item<bool>())

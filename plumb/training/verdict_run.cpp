@@ -52,8 +52,7 @@ Verdict::Parts VerdictRun::losses(const Parts& parts) const {
       Tensors outputs;
       for (const c10::IValue& out : graph.run(std::move(inputs)))
         outputs.push_back(out.isTensor() ? out.toTensor() : at::Tensor());
-      const at::Tensor loss = job_.pipeline.loss ? job_.pipeline.loss(outputs, parts.targets[i])
-                                                 : outputs.at(static_cast<size_t>(job_.pipeline.loss_output));
+      const at::Tensor loss = job_.pipeline.loss(outputs, parts.targets[i]);
       return loss * (static_cast<double>(parts.counts[i]) / total);
     });
   }
