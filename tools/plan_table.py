@@ -5,8 +5,8 @@ trainings then take: prints a table for docs/howto/plan.md.
     .venv/bin/python tools/plan_table.py [--ranks 2] [--steps 60]
 
 Predicted: the plan's step. Measured: a step's time line from the first action to the last, the least and the middle of the
-steps, since other loads on a machine only lengthen them. Beside it the processor time that ranks were predicted to work, and
-took for a step (a long training less a short one; with the optimizer, the data and the messages). Memory: all tensors of the
+steps. Beside it the processor time that ranks were predicted to work, and took for a step (a long training less a short one;
+with the optimizer, the data and the messages). Memory: all tensors of the
 rank that has most, the optimizer's state included; needs a build with -DPLUMB_BENCHMARKS=ON.
 """
 
@@ -212,7 +212,7 @@ def row_of_plan(model: str, folder: pathlib.Path, ranks: int, steps: int) -> lis
     least, middle, ms, mib = min(lengths), statistics.median(lengths), 1e3, 2**20
     memory, peak = max(plan["memory"]), peak_of_plan(ranks, folder)
     row = [model, planned["taken"], f"{ms * plan['seconds']:.1f}", f"{ms * least:.1f}", f"{ms * middle:.1f}",
-            f"{plan['seconds'] / least - 1:+.0%}", f"{ms * work:.0f}", f"{ms * (used[1] - used[0]) / steps:.0f}",
+            f"{plan['seconds'] / middle - 1:+.1%}", f"{ms * work:.0f}", f"{ms * (used[1] - used[0]) / steps:.0f}",
             f"{planned['spread']:.0%}", f"{memory / mib:.1f}", f"{peak / mib:.1f} ({memory / peak - 1:+.1%})", cost,
             f"{losses[-1]:.4f}", "yes" if same else "no"]  # fmt: skip
     print(row, file=sys.stderr, flush=True)
@@ -244,7 +244,7 @@ def main() -> None:
                 run(["opt", "net.pt2", f"--pass=split_vocabulary,parts={given.ranks}", "-o", "divided.pt2"], folder)
                 (folder / "divided.pt2").rename(folder / "net.pt2")
                 rows.append(row_of_plan("GPT, its head divided by words", folder, given.ranks, given.steps))
-    head = ["model", "plan", "predicted, ms:", "least step:", "middle:", "predicted over least:", "work predicted, ms:",
+    head = ["model", "plan", "predicted, ms:", "least step:", "middle:", "predicted over middle:", "work predicted, ms:",
             "processor time of a step:", "spread of costs:", "memory predicted, MiB:", "measured:",
             "planning, processor time (clock)", "last loss:", "bits of one process"]  # fmt: skip
     print(table(head, rows))

@@ -124,11 +124,23 @@ class Run {
     forward(loss);
   }
 
-  // Each returns its seconds.
-  double forward_seconds() const { return forward_seconds_; }
-  double whole_backward() {
-    return timed([&] { stage_backward(handles_, grads_, *boundary_); });
+  // Adds what the forward took, and the backward whole or in halves.
+  void backward(bool halves, Measured& measured) {
+    measured.forward.push_back(forward_seconds_);
+    measured.activation = std::max(measured.activation, activation_);
+    if (halves) {
+      measured.input.push_back(input_half());
+      measured.held = std::max(measured.held, held_);
+      measured.weight.push_back(weight_half());
+    } else {
+      measured.full.push_back(timed([&] { stage_backward(handles_, grads_, *boundary_); }));
+      measured.working = std::max(measured.working, working_);
+    }
   }
+
+  Tensors outputs;  // for later stages: memory of their own
+
+ private:
   double input_half() {
     const int64_t before = meter_.live();
     const double seconds = timed([&] { half_ = stage_backward_input(handles_, grads_, *boundary_); });
@@ -143,13 +155,6 @@ class Run {
       if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
     });
   }
-
-  int64_t activation() const { return activation_; }  // bytes that wait for the backward
-  int64_t held() const { return held_; }              // and after the input half
-  int64_t working() const { return working_; }  // the most that an action took besides what there was before or after
-  Tensors outputs;                              // for later stages: memory of their own
-
- private:
   template <class Function>
   double timed(const Function& function) {
     const int64_t before = meter_.live();
@@ -196,7 +201,9 @@ class Run {
   Tensors handles_, grads_;  // for the backward
   InputHalf half_;
   double forward_seconds_ = 0;
-  int64_t activation_ = 0, held_ = 0, working_ = 0;
+  int64_t activation_ = 0;  // bytes that wait for the backward
+  int64_t held_ = 0;        // and after the input half
+  int64_t working_ = 0;     // the most that an action took besides what there was before or after
 };
 
 double message_seconds(const Pipe& pipe, int stage, const StageCostOptions& options) {
@@ -223,10 +230,10 @@ StageCosts costs_of(const Pipe& pipe, const std::vector<Measured>& measured, con
   double held = 0, least_sum = 0, middle_sum = 0;
   for (int s = 0; s < pipe.num_stages(); s++) {
     const Measured& m = measured[s];
-    result.costs.forward.push_back(least(m.forward));
-    result.costs.input.push_back(least(m.input));
-    result.costs.weight.push_back(least(m.weight));
-    result.costs.full.push_back(least(m.full));
+    result.costs.forward.push_back(middle(m.forward));
+    result.costs.input.push_back(middle(m.input));
+    result.costs.weight.push_back(middle(m.weight));
+    result.costs.full.push_back(middle(m.full));
     for (const auto* times : {&m.forward, &m.input, &m.weight, &m.full}) {
       least_sum += least(*times);
       middle_sum += middle(*times);
@@ -250,28 +257,25 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   LiveBytes meter;
   c10::AutoGradMode grad_mode(true);
   std::vector<Measured> measured(pipe.num_stages());
+  std::vector<std::unique_ptr<GraphStage>> stages;
+  for (int s = 0; s < pipe.num_stages(); s++) {
+    stages.push_back(std::make_unique<GraphStage>(pipe.stage(s), pipe.table(), s));
+    if (!options.recompute.empty()) stages.back()->recompute = options.recompute.at(static_cast<size_t>(s));
+  }
+  // As in a step, stages take turns and gradients are added to those of earlier microbatches.
   for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
-    std::vector<Tensors> made;
-    for (int s = 0; s < pipe.num_stages(); s++) {
-      GraphStage stage(pipe.stage(s), pipe.table(), s);
-      if (!options.recompute.empty()) stage.recompute = options.recompute.at(static_cast<size_t>(s));
-      const auto* loss = options.loss && s + 1 == pipe.num_stages() ? &options.loss : nullptr;
-      Measured& m = measured[s];
-      {
-        Run whole(pipe, s, stage, inputs, made, loss, meter);
-        m.forward.push_back(whole.forward_seconds());
-        m.full.push_back(whole.whole_backward());
-        m.activation = std::max(m.activation, whole.activation());
-        m.working = std::max(m.working, whole.working());
+    for (const bool halves : {false, true}) {
+      std::vector<Tensors> made;
+      std::vector<std::unique_ptr<Run>> runs;
+      for (int s = 0; s < pipe.num_stages(); s++) {
+        const auto* loss = options.loss && s + 1 == pipe.num_stages() ? &options.loss : nullptr;
+        runs.push_back(std::make_unique<Run>(pipe, s, *stages[s], inputs, made, loss, meter));
+        made.push_back(runs.back()->outputs);
       }
-      state_guard.drop_gradients();
-      Run halves(pipe, s, stage, inputs, made, loss, meter);
-      m.forward.push_back(halves.forward_seconds());
-      m.input.push_back(halves.input_half());
-      m.weight.push_back(halves.weight_half());
-      m.held = std::max(m.held, halves.held());
-      made.push_back(std::move(halves.outputs));
-      state_guard.drop_gradients();
+      for (int s = pipe.num_stages() - 1; s >= 0; s--) {
+        runs[s]->backward(halves, measured[s]);
+        runs[s].reset();
+      }
     }
   }
   return costs_of(pipe, measured, options);

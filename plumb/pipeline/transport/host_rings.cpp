@@ -86,17 +86,22 @@ struct HostRings::Head {
 // A rank's numbers for one peer. Each has a cache line of its own.
 struct HostRings::Lane {
   alignas(64) Word written = 0;  // bytes of messages to the peer, modulo 2^32
+  Word start = 0;                // what was written when the ring began anew
   alignas(64) Word read = 0;     // bytes of the peer's messages that were read
   alignas(64) Word asleep = 0;   // 1: wake this rank after writing
 };
 
-std::int64_t HostRings::memory_bytes(int size) {
-  return 64 + size * (static_cast<std::int64_t>(sizeof(Lane)) + kBytes);
+// Rings begin at a page, of any size that Linux has.
+std::int64_t HostRings::first_ring(int size) {
+  constexpr std::int64_t kPage = 64 << 10;
+  return (64 + size * static_cast<std::int64_t>(sizeof(Lane)) + kPage - 1) / kPage * kPage;
 }
+std::int64_t HostRings::memory_bytes(int size) { return first_ring(size) + size * kBytes; }
 
 HostRings::HostRings(int rank, int size) : rank_(rank), size_(size) {
   static_assert(sizeof(Head) <= 64);
-  own_ = memory_.grow(memory_bytes(size));
+  own_ = memory_.reserve(memory_bytes(size));
+  memory_.take(0, first_ring(size));
   new (own_) Head{std::random_device()() * std::uint64_t{1} << 32 | std::random_device()()};
   for (int peer = 0; peer < size; ++peer) new (&lane_for(peer)) Lane;
   peers_.resize(static_cast<size_t>(size));
@@ -111,16 +116,13 @@ HostRings::Lane& HostRings::lane_for(int peer) const {
   return *reinterpret_cast<Lane*>(own_ + 64 + peer * static_cast<std::int64_t>(sizeof(Lane)));
 }
 char* HostRings::ring_for(int peer) const {
-  return own_ + 64 + size_ * static_cast<std::int64_t>(sizeof(Lane)) + peer * kBytes;
+  return own_ + first_ring(size_) + peer * kBytes;
 }
 const HostRings::Lane& HostRings::lane_of(int peer) const {
-  const auto* theirs = static_cast<const char*>(peers_[peer].memory.const_data_ptr());
+  const auto* theirs = static_cast<const char*>(peers_[peer].lanes.const_data_ptr());
   return *reinterpret_cast<const Lane*>(theirs + 64 + rank_ * static_cast<std::int64_t>(sizeof(Lane)));
 }
-const char* HostRings::ring_of(int peer) const {
-  const auto* theirs = static_cast<const char*>(peers_[peer].memory.const_data_ptr());
-  return theirs + 64 + size_ * static_cast<std::int64_t>(sizeof(Lane)) + rank_ * kBytes;
-}
+const char* HostRings::ring_of(int peer) const { return static_cast<const char*>(peers_[peer].ring.const_data_ptr()); }
 
 std::string HostRings::address() const {
   const std::string host = host_text();
@@ -140,10 +142,11 @@ bool HostRings::open(int peer, const std::string& address) {
     // First: if the memory that is then found has the secret, both are of one process.
     found.process = Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, where.process, 0)));
     if (found.process.get() < 0) return false;
-    found.memory = SharedMemory(where).bytes();
-    if (found.memory.numel() < memory_bytes(size_) ||
-        static_cast<const Head*>(found.memory.const_data_ptr())->secret != secret)
-      return false;
+    const SharedMemory memory(where);
+    if (memory.size() != memory_bytes(size_)) return false;
+    found.lanes = memory.bytes(0, first_ring(size_));
+    found.ring = memory.bytes(first_ring(size_) + rank_ * kBytes, kBytes);
+    if (static_cast<const Head*>(found.lanes.const_data_ptr())->secret != secret) return false;
     peers_.at(peer) = std::move(found);
     return true;
   } catch (const Error&) {
@@ -162,7 +165,7 @@ bool HostRings::has_written(int peer) const {
 }
 
 const char* HostRings::how_lost(int peer) const {
-  const auto* head = static_cast<const Head*>(peers_[peer].memory.const_data_ptr());
+  const auto* head = static_cast<const Head*>(peers_[peer].lanes.const_data_ptr());
   pollfd process{peers_[peer].process.get(), POLLIN, 0};
   if (::poll(&process, 1, 0) > 0) return "its process has ended";
   return shared(head->closed).load() != 0 ? "it has closed its connection" : "";
@@ -174,9 +177,16 @@ bool HostRings::try_send(int peer, const at::Tensor& message) {
   Lane& lane = lane_for(peer);
   const Word used = lane.written - shared(lane_of(peer).read).load(std::memory_order_acquire);
   if (used > kBytes || taken > kBytes - used) return false;
+  // The peer reads `start` only where there is a message, and has read all there were.
+  if (used == 0) shared(lane.start).store(lane.written, std::memory_order_relaxed);
   char* ring = ring_for(peer);
   // The header never crosses the end; the bytes may.
-  const Word at = lane.written % kBytes, first = (at + kHeader) % kBytes;
+  const Word at = (lane.written - lane.start) % kBytes, first = (at + kHeader) % kBytes;
+  if (std::int64_t& have = peers_[peer].taken; at + taken > have && have < kBytes) {
+    const std::int64_t more = std::min(kBytes, std::max<std::int64_t>(at + taken, 2 * have)) - have;
+    memory_.take(ring + have - own_, more);
+    have += more;
+  }
   std::memcpy(ring + at, &bytes, sizeof bytes);
   const auto until_end = std::min<Word>(bytes, kBytes - first);
   const auto* from = static_cast<const char*>(message.const_data_ptr());
@@ -202,11 +212,12 @@ at::Tensor HostRings::take(int peer) {
   const Word written = shared(theirs.written).load(std::memory_order_acquire) - lane.read;
   if (written == 0) return {};
   const char* ring = ring_of(peer);
-  const Word at = lane.read % kBytes, first = (at + kHeader) % kBytes;
+  const Word start = shared(theirs.start).load(std::memory_order_relaxed);
+  const Word at = (lane.read - start) % kBytes / kHeader * kHeader, first = (at + kHeader) % kBytes;
   Word bytes = 0;
   std::memcpy(&bytes, ring + at, sizeof bytes);
-  if (written > kBytes || written % kHeader != 0 || bytes > kLongest || bytes < sizeof(wire::Prologue) ||
-      taken_by(bytes) > written) {
+  if (written > kBytes || written % kHeader != 0 || start % kHeader != 0 || bytes > kLongest ||
+      bytes < sizeof(wire::Prologue) || taken_by(bytes) > written) {
     throw Error(ErrorKind::Communication, "the memory that its rank shares is no ring of messages", "",
                 "run the same version of plumb on every rank");
   }

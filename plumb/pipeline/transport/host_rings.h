@@ -1,4 +1,4 @@
-// Short messages between ranks of one host, through memory that they share.
+// Messages between ranks of one host, through memory that they share.
 //
 // Each rank writes one memory of its own and reads those of its peers (shared_memory.h). It holds for every peer a ring
 // of messages to that peer, and how far the rank has read the peer's ring. A message is there as soon as it is written:
@@ -27,9 +27,9 @@ namespace plumb {
 class HostRings {
  public:
   // Longest message.
-  static constexpr std::int64_t kLongest = 16 << 10;
-  // Bytes of a ring.
-  static constexpr std::int64_t kBytes = 256 << 10;
+  static constexpr std::int64_t kLongest = 4 << 20;
+  // Bytes of a ring: most are never taken from the system, as a ring that was read to its end begins anew.
+  static constexpr std::int64_t kBytes = 64 << 20;
   // Returns the bytes that a message takes of a ring.
   static std::int64_t taken_by(std::int64_t bytes) { return (bytes + kHeader + kHeader - 1) / kHeader * kHeader; }
 
@@ -45,11 +45,11 @@ class HostRings {
   // Opens the memory of a peer. Returns false if it is on another host or cannot be read.
   bool open(int peer, const std::string& address);
   void close(int peer) { peers_.at(peer) = Peer(); }
-  bool has(int peer) const { return peers_.at(peer).memory.defined(); }
+  bool has(int peer) const { return peers_.at(peer).ring.defined(); }
   // Lets this rank look for messages before it sleeps, if `processes` do not need more cores than it may use.
   void look_first(int processes);
 
-  // Returns false if the peer has not read enough of the ring yet.
+  // Returns false if the peer has not read enough of the ring yet. Throws Error(CannotWrite) without memory.
   bool try_send(int peer, const at::Tensor& message);
   // Waits for room. Throws as wait() does.
   void send(int peer, const at::Tensor& message, std::chrono::milliseconds timeout,
@@ -66,11 +66,13 @@ class HostRings {
   struct Head;
   struct Lane;
   struct Peer {
-    at::Tensor memory;                     // the peer's memory, to read
+    at::Tensor lanes, ring;                // of the peer's memory, to read
     Descriptor process;                    // readable once it has ended
     std::chrono::microseconds look_for{};  // before the next sleep
+    std::int64_t taken = 0;                // bytes of this rank's ring for it that the system has given
   };
 
+  static std::int64_t first_ring(int size);
   static std::int64_t memory_bytes(int size);
   // This rank's lane for a peer, and its ring.
   Lane& lane_for(int peer) const;

@@ -27,6 +27,17 @@ constexpr const char* kRemedy = "look at what the other ranks printed; /proc has
   throw Error(kind, what + ": " + std::strerror(reason), "", system_remedy(reason, otherwise));
 }
 
+[[noreturn]] void fail_to_take(std::int64_t bytes, int reason) {
+  fail(ErrorKind::CannotWrite, str(bytes, " bytes of memory that processes share cannot be had"), reason,
+       "end other programs, or raise the limits of memory and file sizes");
+}
+
+// Beyond the limit there would be a signal.
+void require_within_limit(std::int64_t bytes) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && static_cast<rlim_t>(bytes) > limit.rlim_cur) fail_to_take(bytes, EFBIG);
+}
+
 std::string text_of(const SharedMemory::Address& address) {
   return str("/proc/", address.process, "/fd/", address.descriptor);
 }
@@ -65,32 +76,47 @@ SharedMemory::SharedMemory(const Address& address) : held_(std::make_shared<Held
 SharedMemory::Address SharedMemory::address() const { return {::getpid(), held_->descriptor.get()}; }
 
 char* SharedMemory::grow(std::int64_t bytes) {
+  if (bytes <= held_->size) return held_->at;
+  take(0, bytes);
+  return map(bytes);
+}
+
+char* SharedMemory::reserve(std::int64_t bytes) {
+  require_within_limit(bytes);
+  if (::ftruncate(held_->descriptor.get(), bytes) != 0) fail_to_take(bytes, errno);
+  return map(bytes);
+}
+
+// Taken by the system, or else there would be a signal when it is written to.
+void SharedMemory::take(std::int64_t begin, std::int64_t bytes) {
+  require_within_limit(begin + bytes);
+  const int reason = ::posix_fallocate(held_->descriptor.get(), begin, bytes);
+  if (reason != 0) fail_to_take(bytes, reason);
+}
+
+char* SharedMemory::map(std::int64_t bytes) {
   Held& held = *held_;
-  if (bytes <= held.size) return held.at;
-  const std::string what = str(bytes, " bytes of memory that processes share cannot be had");
-  rlimit limit{};  // beyond it there would be a signal
-  const bool within = ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || static_cast<rlim_t>(bytes) <= limit.rlim_cur;
-  // Taken now, not when they are written to: then there would be a signal, too.
-  if (const int reason = within ? ::posix_fallocate(held.descriptor.get(), 0, bytes) : EFBIG; reason != 0)
-    fail(ErrorKind::CannotWrite, what, reason, "end other programs, or raise the limits of memory and file sizes");
   void* at = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, held.descriptor.get(), 0);
-  if (at == MAP_FAILED) fail(ErrorKind::CannotWrite, what, errno, "");
+  if (at == MAP_FAILED) fail_to_take(bytes, errno);
   if (held.at != nullptr) ::munmap(held.at, static_cast<size_t>(held.size));
   held.at = static_cast<char*>(at);
   held.size = bytes;
   return held.at;
 }
 
-at::Tensor SharedMemory::bytes() const {
+std::int64_t SharedMemory::size() const {
   struct stat found {};
   if (::fstat(held_->descriptor.get(), &found) != 0)
     fail(ErrorKind::Communication, "another rank's memory cannot be read", errno, kRemedy);
-  const auto size = static_cast<size_t>(found.st_size);
+  return found.st_size;
+}
+
+at::Tensor SharedMemory::bytes(std::int64_t begin, std::int64_t size) const {
   if (size == 0) return at::empty({0}, at::kByte);
-  void* at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, held_->descriptor.get(), 0);
+  const auto length = static_cast<size_t>(size);
+  void* at = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, held_->descriptor.get(), begin);
   if (at == MAP_FAILED) fail(ErrorKind::ExecutionFailed, "another rank's memory cannot be read", errno, kRemedy);
-  return at::from_blob(
-      at, {static_cast<std::int64_t>(size)}, [size](void* mapped) { ::munmap(mapped, size); }, at::kByte);
+  return at::from_blob(at, {size}, [length](void* mapped) { ::munmap(mapped, length); }, at::kByte);
 }
 
 }  // namespace plumb

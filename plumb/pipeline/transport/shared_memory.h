@@ -27,10 +27,18 @@ class SharedMemory {
   // For its maker: grows to at least `bytes`, keeps the contents, and returns their address. Throws Error(CannotWrite)
   // without room: another process in this one's place would have none, either.
   char* grow(std::int64_t bytes);
-  // Returns all that it has by now, as a tensor of bytes to read, which holds them by itself.
-  at::Tensor bytes() const;
+  // For its maker: has room for `bytes` from here on and returns their address; each part is taken before it is used.
+  // Both throw as grow() does.
+  char* reserve(std::int64_t bytes);
+  void take(std::int64_t begin, std::int64_t bytes);
+  std::int64_t size() const;
+  // Returns all that it has by now, or a part that begins at a page, as a tensor of bytes to read, which holds them by
+  // itself. The part must be within size().
+  at::Tensor bytes() const { return bytes(0, size()); }
+  at::Tensor bytes(std::int64_t begin, std::int64_t size) const;
 
  private:
+  char* map(std::int64_t bytes);
   struct Held;
   std::shared_ptr<Held> held_;
 };

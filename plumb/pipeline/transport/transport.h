@@ -13,7 +13,7 @@
 // A message is checked against what was agreed before it is used: its checksums, which message of which step it is, and
 // the values that the caller of receive() expects.
 //
-// Short messages between ranks of one host go through memory that they share, where both ends could open it
+// Messages of up to 4 MiB between ranks of one host go through memory that they share, where both ends could open it
 // (host_rings.h): which ones follows from the plan and the capacities. All others go through Gloo.
 //
 // If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through
@@ -62,8 +62,8 @@ class Transport {
   // Exchanges a text with every other rank; returns theirs, by rank. Before the first step.
   std::vector<std::string> exchange(const std::string& own);
 
-  // Connects the ranks of this host by memory that they share, for which all ranks must call it at once. Short messages
-  // then go through it (host_rings.h). `may_look`: whether receivers may look for them before they sleep.
+  // Connects the ranks of this host by memory that they share, for which all ranks must call it at once. Messages of
+  // up to 4 MiB then go through it (host_rings.h). `may_look`: whether receivers may look for them before they sleep.
   void connect_host(bool may_look);
 
   // Connects the device's backend, for which all ranks must call it at once. Before the first step whose values travel

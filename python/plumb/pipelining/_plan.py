@@ -106,8 +106,8 @@ def plan(
         estimate: do not run the model; costs from shapes.
         tables: so many are compared by the search at most. 0: the default, half a minute for 16 ranks.
 
-    Costs are processor time, the least of several with as many cores at work as there are ranks. Raises `plumb.Error`, for
-    a limit that no schedule keeps also.
+    Costs are processor time, the middle one of several runs with as many cores at work as there are ranks. Raises
+    `plumb.Error`, for a limit that no schedule keeps also.
     """
     source, _ = make_source(module, mb_args, mb_kwargs)
     planned = _C.plan_model(
