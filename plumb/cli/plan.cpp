@@ -67,7 +67,7 @@ CostsOf given_costs(const PlanArguments& o) {
   costs.weight = {o.costs[2]};
   costs.communication = {o.costs.size() > 3 ? o.costs[3] : 0};
   costs.activation = {1};
-  costs.held_for_weight = o.held;
+  costs.held_for_weight = {o.held};
   return even_costs(costs, o.ranks);
 }
 
@@ -191,8 +191,8 @@ void print_ranks(const PlanArguments& o, const PlannedModel& planned, const Sche
               << " operations a second of each rank; peak memory has weights, gradients, AdamW's state and what waits "
                  "for its backward\n";
   } else {
-    std::cout << "costs are processor time, the middle one of " << StageCostOptions().repeats << " runs with " << o.ranks
-              << " cores at work, which is " << percent(planned.spread) << " above the least\n";
+    std::cout << "costs are processor time, the middle one of " << StageCostOptions().repeats << " runs with "
+              << o.ranks << " cores at work, which is " << percent(planned.spread) << " above the least\n";
   }
 }
 

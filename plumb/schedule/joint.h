@@ -17,6 +17,7 @@ struct PieceCosts {
   struct Way {
     std::string recompute;  // "cheap", "none"
     std::vector<double> forward, input, weight, full, activation;
+    std::vector<double> held = {};  // memory after the input half, until the weight half; empty: as activation
   };
   std::vector<Way> ways;         // at least one
   std::vector<double> resident;  // memory that a piece takes whatever the schedule
@@ -27,8 +28,7 @@ struct PieceCosts {
     double seconds = 0;
   };
   std::vector<Value> values;
-  double latency = 0;          // time of a message whatever its size
-  double held_for_weight = 1;  // as in Costs
+  double latency = 0;  // time of a message whatever its size
 
   int size() const { return static_cast<int>(resident.size()); }
 };

@@ -17,8 +17,8 @@ double length_of(const StageTimes& times, ActionKind kind, int stage) {
 double memory_change(const StageTimes& times, ActionKind kind, int stage) {
   const double size = times.activation[stage];
   return kind == ActionKind::Forward          ? size
-         : kind == ActionKind::BackwardInput  ? -size * (1 - times.held_for_weight)
-         : kind == ActionKind::BackwardWeight ? -size * times.held_for_weight
+         : kind == ActionKind::BackwardInput  ? times.held[stage] - size
+         : kind == ActionKind::BackwardWeight ? -times.held[stage]
                                               : -size;
 }
 

@@ -14,10 +14,10 @@ inline constexpr double kForever = std::numeric_limits<double>::infinity();
 // Costs of a table's stages; `message` is the time of what leaves a stage for another rank.
 struct StageTimes {
   std::vector<double> forward, input, weight, full, activation, message;  // by stage
-  std::vector<int> rank;                                                  // by stage
-  std::vector<double> working;                                            // by stage: memory of a running action
-  std::vector<double> resident;                                           // by rank, with the most to work in
-  double held_for_weight = 1;
+  std::vector<double> held;      // by stage: memory after the input half, until the weight half
+  std::vector<int> rank;         // by stage
+  std::vector<double> working;   // by stage: memory of a running action
+  std::vector<double> resident;  // by rank, with the most to work in
 };
 
 // How every rank chooses.

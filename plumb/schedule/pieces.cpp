@@ -42,9 +42,9 @@ void check_pieces(const PieceCosts& pieces) {
     check_list(way.weight, size, "weight backward");
     check_list(way.full, size, "full backward");
     check_list(way.activation, size, "activation");
+    if (!way.held.empty()) check_list(way.held, size, "held");
   }
   check_list({pieces.latency}, 1, "latency");
-  check_list({pieces.held_for_weight}, 1, "held share");
   for (const PieceCosts::Value& value : pieces.values) {
     check_list({value.seconds}, 1, "message");
     if (value.from < 0 || value.last <= value.from || value.last >= pieces.size())
@@ -53,11 +53,12 @@ void check_pieces(const PieceCosts& pieces) {
 }
 
 PieceSums::PieceSums(const PieceCosts& pieces, double link, const std::function<double(int)>& off)
-    : size_(pieces.resident.size()), working_(pieces.working), held_for_weight_(pieces.held_for_weight) {
+    : size_(pieces.resident.size()), working_(pieces.working) {
   const auto same = [](int) { return 1.0; };
   for (const PieceCosts::Way& way : pieces.ways)
     ways_.push_back({prefix_sums(way.forward, off), prefix_sums(way.input, off), prefix_sums(way.weight, off),
-                     prefix_sums(way.full, off), prefix_sums(way.activation, same)});
+                     prefix_sums(way.full, off), prefix_sums(way.activation, same),
+                     prefix_sums(way.held.empty() ? way.activation : way.held, same)});
   resident_ = prefix_sums(pieces.resident, same);
   // A value from piece f, last used in l, leaves the stages [first, last) with first <= f < last <= l.
   const std::size_t width = size_ + 1;
@@ -82,10 +83,10 @@ StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& r
   StageTimes times;
   times.rank = rank;
   times.resident.assign(num_ranks, 0);
-  times.held_for_weight = held_for_weight_;
   std::vector<double> working(num_ranks, 0);
   const std::size_t count = stages.begins.size();
-  for (auto* list : {&times.forward, &times.input, &times.weight, &times.full, &times.activation, &times.message})
+  for (auto* list :
+       {&times.forward, &times.input, &times.weight, &times.full, &times.activation, &times.held, &times.message})
     list->reserve(count);
   for (std::size_t s = 0; s < count; ++s) {
     const std::size_t first = stages.begins[s], last = s + 1 < count ? stages.begins[s + 1] : size_;
@@ -95,6 +96,7 @@ StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& r
     times.weight.push_back(way.weight[last] - way.weight[first]);
     times.full.push_back(way.full[last] - way.full[first]);
     times.activation.push_back(way.activation[last] - way.activation[first]);
+    times.held.push_back(way.held[last] - way.held[first]);
     times.resident[rank[s]] += resident_[last] - resident_[first];
     times.working.push_back(0);
     for (std::size_t i = first; i < last && !working_.empty(); ++i)
@@ -128,8 +130,11 @@ StageCosts costs_of_stages(const PieceCosts& pieces, const PieceStages& stages) 
               .full = times.full,
               .communication = times.message};
   costs.activation = times.activation;
-  costs.held_for_weight = pieces.held_for_weight;
-  for (std::size_t s = 0; s < begins.size(); ++s) times.resident[s] -= times.working[s];
+  costs.held_for_weight.clear();
+  for (std::size_t s = 0; s < begins.size(); ++s) {
+    costs.held_for_weight.push_back(times.activation[s] > 0 ? times.held[s] / times.activation[s] : 1);
+    times.resident[s] -= times.working[s];
+  }
   return {costs, times.resident, times.working, 0};
 }
 

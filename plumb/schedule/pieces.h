@@ -26,12 +26,11 @@ class PieceSums {
 
  private:
   struct Way {
-    std::vector<double> forward, input, weight, full, activation;  // prefix sums
+    std::vector<double> forward, input, weight, full, activation, held;  // prefix sums
   };
   std::size_t size_;
   std::vector<Way> ways_;
   std::vector<double> resident_, working_, message_;
-  double held_for_weight_;
 };
 
 }  // namespace plumb::schedule_internal

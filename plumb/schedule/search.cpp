@@ -122,7 +122,7 @@ class Player {
   }
   void run_input(int rank, double now) {
     int m = state_[rank].inputs++;
-    begin(rank, now, costs_.input[rank], -costs_.activation[rank] * (1 - costs_.held_for_weight),
+    begin(rank, now, costs_.input[rank], -costs_.activation[rank] * (1 - costs_.held_for_weight[rank]),
           Action::input(rank, m));
     if (rank > 0) {
       gradient_at(rank - 1, m) = state_[rank].free + costs_.communication[rank - 1];
@@ -131,7 +131,8 @@ class Player {
   }
   void run_weight(int rank, double now) {
     int m = state_[rank].weights++;
-    begin(rank, now, costs_.weight[rank], -costs_.activation[rank] * costs_.held_for_weight, Action::weight(rank, m));
+    begin(rank, now, costs_.weight[rank], -costs_.activation[rank] * costs_.held_for_weight[rank],
+          Action::weight(rank, m));
   }
 
   // Something is on its way: a waiting rank thinks again, now that it knows.
@@ -248,8 +249,8 @@ class Orders {
   double change_of(int rank, const Action& action) const {
     double size = costs_.activation[rank];
     return action.kind == ActionKind::Forward         ? size
-           : action.kind == ActionKind::BackwardInput ? -size * (1 - costs_.held_for_weight)
-                                                      : -size * costs_.held_for_weight;
+           : action.kind == ActionKind::BackwardInput ? -size * (1 - costs_.held_for_weight[rank])
+                                                      : -size * costs_.held_for_weight[rank];
   }
   std::size_t at(int rank, int m) const {
     return static_cast<std::size_t>(rank) * static_cast<std::size_t>(microbatches_) + static_cast<std::size_t>(m);

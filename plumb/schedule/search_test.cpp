@@ -38,7 +38,7 @@ Costs costs_of(const Measured& measured) {
   costs.input = {measured.input};
   costs.weight = {measured.weight};
   costs.communication = {measured.communication};
-  costs.held_for_weight = held_for_weight(measured);
+  costs.held_for_weight = {held_for_weight(measured)};
   return costs;
 }
 

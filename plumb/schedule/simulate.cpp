@@ -61,8 +61,8 @@ std::pair<double, int> peak_activations(const std::vector<Action>& row, const Co
       double size = costs.activation[part.stage];
       switch (part.kind) {
         case ActionKind::Forward: held += size; break;
-        case ActionKind::BackwardInput: held -= size * (1 - costs.held_for_weight); break;
-        case ActionKind::BackwardWeight: held -= size * costs.held_for_weight; break;
+        case ActionKind::BackwardInput: held -= size * (1 - costs.held_for_weight[part.stage]); break;
+        case ActionKind::BackwardWeight: held -= size * costs.held_for_weight[part.stage]; break;
         default: held -= size; break;
       }
       if (held > peak) {
@@ -91,7 +91,7 @@ Costs Costs::for_stages(int num_stages, int num_ranks) const {
   double share = static_cast<double>(num_ranks) / std::max(num_stages, 1);
   result.activation = spread(activation.empty() ? std::vector<double>{share} : activation, num_stages, "activation");
   check_share(overlap, "the overlap of forward and backward");
-  check_share(held_for_weight, "the share of activations held for the weight backward");
+  result.held_for_weight = spread(held_for_weight, num_stages, "held for weight");
   return result;
 }
 

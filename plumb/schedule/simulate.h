@@ -22,8 +22,9 @@ struct Costs {
   // Memory that one microbatch's saved activations take, by stage, in any unit; empty: 1 / (stages a rank), so that
   // memory reads in microbatches of a whole rank.
   std::vector<double> activation = {};
-  // The share of it that is held from the input backward until the weight backward.
-  double held_for_weight = 1;
+  // The share of it that is held from the input backward until the weight backward, by stage; above 1 where gradients
+  // wait for the weight half, too.
+  std::vector<double> held_for_weight = {1};
 
   // Returns these costs with one entry a stage. Throws Error(InvalidArgument) for a list of another length, or a value
   // that is negative or not finite.

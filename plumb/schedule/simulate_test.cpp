@@ -72,7 +72,7 @@ TEST(Simulate, ActivationsAreHeldUntilTheWeightBackwardUnlessSaidOtherwise) {
   Schedule schedule = parse_csv("0F0,0I0,0F1,0I1,0W0,0W1\n");
   Costs costs;
   EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 2);
-  costs.held_for_weight = 0.25;
+  costs.held_for_weight = {0.25};
   EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 1.25);
   costs.activation = {100};
   EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 125);

@@ -90,7 +90,6 @@ class Planner {
           way_of(costs_of(pieces, std::vector<Recompute>(pieces.num_stages(), Recompute::None)), "none"));
     if (whole_ranks_) scale(result, cheap.costs, whole_ranks_->costs);
     result.latency = request_.costs.seconds_per_message;
-    result.held_for_weight = whole_ranks_ ? whole_ranks_->costs.held_for_weight : cheap.costs.held_for_weight;
     for (int s = 0; s + 1 < pieces.num_stages(); ++s) {
       for (const StageOutputPort& port : pieces.stage_outputs(s)) {
         int last = s;
@@ -103,9 +102,15 @@ class Planner {
     return result;
   }
 
+  static std::vector<double> held_of(const Costs& by_stage) {
+    std::vector<double> held = by_stage.activation;
+    for (size_t s = 0; s < held.size(); ++s) held[s] *= by_stage.held_for_weight[s];
+    return held;
+  }
+
   static PieceCosts::Way way_of(const StageCosts& of, const std::string& name) {
     const Costs costs = of.costs.for_stages(static_cast<int>(of.costs.forward.size()), 1);
-    return {name, costs.forward, costs.input, costs.weight, costs.full, costs.activation};
+    return {name, costs.forward, costs.input, costs.weight, costs.full, costs.activation, held_of(costs)};
   }
 
   static void scale(PieceCosts& pieces, const Costs& measured, const Costs& wanted) {
@@ -123,6 +128,7 @@ class Planner {
     apply(&PieceCosts::Way::weight, sum(have.weight), sum(want.weight));
     apply(&PieceCosts::Way::full, sum(have.full), sum(want.full));
     apply(&PieceCosts::Way::activation, sum(have.activation), sum(want.activation));
+    apply(&PieceCosts::Way::held, sum(held_of(have)), sum(held_of(want)));
   }
 
   // Searches with the pieces' costs, and times what was found with its own stages.

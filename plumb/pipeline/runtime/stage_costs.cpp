@@ -103,7 +103,8 @@ double middle(std::vector<double> times) {
 // One microbatch in one stage.
 class Run {
  public:
-  // Values of other stages are copied, as if they had come in a message. `loss`: of the last stage, or null.
+  // Values of other stages are copied, as if they had come in a message, and so are gradients; an action's seconds have
+  // the copies of what comes to it and of what it makes. `loss`: of the last stage, or null.
   Run(const Pipe& pipe, int index, GraphStage& stage, const std::vector<c10::IValue>& inputs,
       const std::vector<Tensors>& made, const std::function<at::Tensor(const Tensors&)>* loss, LiveBytes& meter)
       : stage_(stage), meter_(meter), before_(meter.live()) {
@@ -116,7 +117,7 @@ class Run {
         values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
       } else {
         const at::Tensor& value = made[port.source.stage][port.source.index];
-        values.push_back(value.defined() ? value.clone() : value);
+        forward_seconds_ += seconds_of([&] { values.push_back(value.defined() ? value.clone() : value); });
       }
     }
     boundary_.emplace(values, wants);
@@ -133,19 +134,26 @@ class Run {
       measured.held = std::max(measured.held, held_);
       measured.weight.push_back(weight_half());
     } else {
-      measured.full.push_back(timed([&] { stage_backward(handles_, grads_, *boundary_); }));
-      measured.working = std::max(measured.working, working_);
+      measured.full.push_back(timed([&] { stage_backward(handles_, gradients(), *boundary_); }));
+      measured.working = working_;  // the last run's: the first one makes the gradients
     }
   }
 
   Tensors outputs;  // for later stages: memory of their own
 
  private:
+  // Gradients come with the backward; the weight half may hold some until its turn.
+  Tensors gradients() const {
+    Tensors made;
+    for (const at::Tensor& of : made_of_) made.push_back(at::ones_like(of));
+    return made;
+  }
   double input_half() {
     const int64_t before = meter_.live();
-    const double seconds = timed([&] { half_ = stage_backward_input(handles_, grads_, *boundary_); });
+    const double seconds = timed([&] { half_ = stage_backward_input(handles_, gradients(), *boundary_); });
     int64_t returned = 0;
     for (const auto& g : half_.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
+    handles_.clear();
     held_ = activation_ + meter_.live() - before - returned;
     half_.input_grads.clear();
     return seconds;
@@ -156,18 +164,22 @@ class Run {
     });
   }
   template <class Function>
+  double seconds_of(const Function& function) {
+    const double begin = done_by(stage_);
+    function();
+    return done_by(stage_) - begin;
+  }
+  template <class Function>
   double timed(const Function& function) {
     const int64_t before = meter_.live();
     meter_.restart_peak();
-    const double begin = done_by(stage_);
-    function();
-    const double seconds = done_by(stage_) - begin;
+    const double seconds = seconds_of(function);
     working_ = std::max(working_, meter_.peak() - std::max(before, meter_.live()));
     return seconds;
   }
   void forward(const std::function<at::Tensor(const Tensors&)>* loss) {
     Tensors results;
-    forward_seconds_ = timed([&] {
+    forward_seconds_ += timed([&] {
       std::optional<CheapRecompute> recompute;
       if (stage_.recompute == Recompute::Cheap) recompute.emplace();
       results = stage_.forward(boundary_->inputs());
@@ -180,14 +192,13 @@ class Run {
       at::Tensor copy;
       if (out.defined()) {
         at::NoGradGuard no_grad;
-        copy = out.detach().clone();
+        forward_seconds_ += seconds_of([&] { copy = out.detach().clone(); });
         kept += static_cast<int64_t>(copy.nbytes());
       }
       outputs.push_back(copy);
       if (!out.defined() || !out.requires_grad()) continue;
       handles_.push_back(backward_handle(out));
-      grads_.push_back(at::ones_like(copy));
-      kept += static_cast<int64_t>(copy.nbytes());
+      made_of_.push_back(copy);
     }
     results.clear();
     boundary_->release_inputs();
@@ -198,7 +209,7 @@ class Run {
   LiveBytes& meter_;
   const int64_t before_;
   std::optional<InputBoundary> boundary_;
-  Tensors handles_, grads_;  // for the backward
+  Tensors handles_, made_of_;  // for the backward: of outputs that want a gradient
   InputHalf half_;
   double forward_seconds_ = 0;
   int64_t activation_ = 0;  // bytes that wait for the backward
@@ -227,7 +238,8 @@ StageCosts empty_costs() { return {{.forward = {}, .input = {}, .weight = {}, .c
 
 StageCosts costs_of(const Pipe& pipe, const std::vector<Measured>& measured, const StageCostOptions& options) {
   StageCosts result = empty_costs();
-  double held = 0, least_sum = 0, middle_sum = 0;
+  double least_sum = 0, middle_sum = 0;
+  result.costs.held_for_weight.clear();
   for (int s = 0; s < pipe.num_stages(); s++) {
     const Measured& m = measured[s];
     result.costs.forward.push_back(middle(m.forward));
@@ -240,11 +252,11 @@ StageCosts costs_of(const Pipe& pipe, const std::vector<Measured>& measured, con
     }
     result.costs.communication.push_back(message_seconds(pipe, s, options));
     result.costs.activation.push_back(static_cast<double>(m.activation));
-    if (m.activation > 0) held = std::max(held, static_cast<double>(m.held) / static_cast<double>(m.activation));
+    const auto held = static_cast<double>(std::max<int64_t>(0, m.held));
+    result.costs.held_for_weight.push_back(m.activation > 0 ? held / static_cast<double>(m.activation) : 1);
     result.resident.push_back(resident_bytes(pipe, s, options));
     result.working.push_back(static_cast<double>(m.working));
   }
-  result.costs.held_for_weight = std::clamp(held, 0.0, 1.0);
   result.spread = least_sum > 0 ? middle_sum / least_sum - 1 : 0;
   return result;
 }

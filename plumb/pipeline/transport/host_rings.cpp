@@ -115,9 +115,7 @@ HostRings::~HostRings() {
 HostRings::Lane& HostRings::lane_for(int peer) const {
   return *reinterpret_cast<Lane*>(own_ + 64 + peer * static_cast<std::int64_t>(sizeof(Lane)));
 }
-char* HostRings::ring_for(int peer) const {
-  return own_ + first_ring(size_) + peer * kBytes;
-}
+char* HostRings::ring_for(int peer) const { return own_ + first_ring(size_) + peer * kBytes; }
 const HostRings::Lane& HostRings::lane_of(int peer) const {
   const auto* theirs = static_cast<const char*>(peers_[peer].lanes.const_data_ptr());
   return *reinterpret_cast<const Lane*>(theirs + 64 + rank_ * static_cast<std::int64_t>(sizeof(Lane)));

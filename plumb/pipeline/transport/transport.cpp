@@ -115,12 +115,12 @@ void Transport::State::send_first(at::Tensor buffer, int index, std::vector<Post
   }
 }
 
-void Transport::State::empty_ring(int peer) {
+void Transport::State::take_from_ring(int peer, size_t last) {
   if (!rings || !rings->has(peer)) return;
   auto& in = incoming[peer];
   while (true) {
     while (in.next_of_ring < in.order.size() && !receive_by_ring[in.order[in.next_of_ring]]) in.next_of_ring++;
-    if (in.next_of_ring == in.order.size()) return;  // what follows is of the next step
+    if (in.next_of_ring == in.order.size() || in.next_of_ring > last) return;  // later ones wait in the ring
     in.posted[in.next_of_ring].buffer = rings->take(peer);
     if (!in.posted[in.next_of_ring].buffer.defined()) return;
     in.next_of_ring++;
@@ -131,7 +131,7 @@ void Transport::State::come_by_ring(const PlannedMessage& message, size_t positi
   const auto& place = incoming[message.peer].posted[position].buffer;
   while (true) {
     try {
-      empty_ring(message.peer);
+      take_from_ring(message.peer, position);
     } catch (const Error& e) {
       raise_wrong(message, action, e.message(), e.remedy());
     }
@@ -345,7 +345,7 @@ bool Transport::State::has_arrived(int index) {
   auto& in = incoming[plan->receives.at(index).peer];
   const auto at = static_cast<size_t>(position[index]);
   if (!receive_by_ring[index]) return at < in.num_posted && in.posted[at].work->isCompleted();
-  empty_ring(plan->receives[index].peer);
+  take_from_ring(plan->receives[index].peer, at);
   return in.posted[at].buffer.defined();
 }
 

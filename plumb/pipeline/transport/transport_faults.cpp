@@ -88,7 +88,7 @@ std::optional<Cause> Transport::State::find_told() {
   for (int peer = 0; peer < group.size(); peer++) {
     auto& in = incoming[peer];
     try {
-      empty_ring(peer);
+      take_from_ring(peer, in.order.size());
     } catch (const Error&) {
       // It holds no messages.
     }

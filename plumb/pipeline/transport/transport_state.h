@@ -116,8 +116,8 @@ struct Transport::State {
   }
   // Sends the first part of a message.
   void send_first(at::Tensor buffer, int index, std::vector<Posted>& parts);
-  // Takes the messages of this step that have come through the peer's ring to their places.
-  void empty_ring(int peer);
+  // Takes the messages of this step that have come through the peer's ring to their places, up to position `last`.
+  void take_from_ring(int peer, size_t last);
   // Waits for the message at a place that comes through the ring.
   void come_by_ring(const PlannedMessage& message, size_t position, const std::string& action);
   Posted post_receive(at::Tensor buffer, int peer, int tag);
