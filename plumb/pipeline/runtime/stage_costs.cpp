@@ -145,7 +145,7 @@ class Run {
   // Gradients come with the backward; the weight half may hold some until its turn.
   Tensors gradients() const {
     Tensors made;
-    for (const at::Tensor& of : made_of_) made.push_back(at::ones_like(of));
+    for (const at::Tensor& of : with_gradient_) made.push_back(at::ones_like(of));
     return made;
   }
   double input_half() {
@@ -198,7 +198,7 @@ class Run {
       outputs.push_back(copy);
       if (!out.defined() || !out.requires_grad()) continue;
       handles_.push_back(backward_handle(out));
-      made_of_.push_back(copy);
+      with_gradient_.push_back(copy);
     }
     results.clear();
     boundary_->release_inputs();
@@ -209,7 +209,7 @@ class Run {
   LiveBytes& meter_;
   const int64_t before_;
   std::optional<InputBoundary> boundary_;
-  Tensors handles_, made_of_;  // for the backward: of outputs that want a gradient
+  Tensors handles_, with_gradient_;  // for the backward: of outputs that want a gradient
   InputHalf half_;
   double forward_seconds_ = 0;
   int64_t activation_ = 0;  // bytes that wait for the backward
