@@ -1,8 +1,10 @@
 // Messages through memory that ranks of one host share: their order and bytes, lost peers, hostile peers.
 #include "plumb/pipeline/transport/host_rings.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
@@ -113,6 +115,21 @@ TEST(HostRings, TakeTheMemoryOfMessagesUnderWay) {
   EXPECT_LE(given(), 4 << 20);
   while (rings.a.try_send(1, message)) continue;
   EXPECT_GE(given(), HostRings::kBytes / 1000000 * 1000000);
+}
+
+TEST(HostRings, SayThatThereIsNoMemoryForAMessage) {
+  RingPair rings;
+  ASSERT_TRUE(rings.a.try_send(1, message_of_bytes(1000, 3)));
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{4096, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::string text = end_of([&] { rings.a.try_send(1, message_of_bytes(1000000, 3)); });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_THAT(text, testing::HasSubstr("bytes of memory that processes share cannot be had"));
+  ASSERT_TRUE(rings.a.try_send(1, message_of_bytes(1000000, 3)));
+  EXPECT_EQ(rings.b.take(0).numel(), 1000);
+  EXPECT_TRUE(at::equal(rings.b.take(0), message_of_bytes(1000000, 3)));
 }
 
 TEST(HostRings, EndAWaitByItsTimeAndByAnInterrupt) {
