@@ -400,6 +400,10 @@ def picture(results: dict, model: str, batch: int, path: Path) -> None:
     plt.close(figure)
 
 
+def kept_in(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["gpt", "convnet"], default=["gpt", "convnet"])
@@ -419,10 +423,10 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     store = args.out / "results.json"
-    results = json.loads(store.read_text()) if store.exists() else {}
+    results = kept_in(store)
 
     judged = store.with_name("verdicts.json")
-    verdicts = json.loads(judged.read_text()) if judged.exists() else {}
+    verdicts = kept_in(judged)
 
     def keep(path, values):
         beside = path.with_suffix(".part")
@@ -433,14 +437,12 @@ def main() -> None:
 
     if args.others:
         of_others = args.out / "others.json"
-        kept = json.loads(of_others.read_text()) if of_others.exists() else {}
-        print(judge_others(data_of, lambda values: keep(of_others, values), kept))
+        print(judge_others(data_of, lambda values: keep(of_others, values), kept_in(of_others)))
         return
 
     if args.seeds:
         of_seeds = args.out / "seeds.json"
-        kept = json.loads(of_seeds.read_text()) if of_seeds.exists() else {}
-        print(train_other_seeds(results, verdicts, data_of, lambda values: keep(of_seeds, values), kept))
+        print(train_other_seeds(results, verdicts, data_of, lambda values: keep(of_seeds, values), kept_in(of_seeds)))
         return
 
     def run_once(model, run, rate, batch, data):

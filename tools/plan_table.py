@@ -6,8 +6,8 @@ trainings then take: prints a table for docs/howto/plan.md.
 
 Predicted: the plan's step. Measured: a step's time line from the first action to the last, the least and the middle of the
 steps. Beside it the processor time that ranks were predicted to work, and took for a step (a long training less a short one;
-with the optimizer, the data and the messages). Memory: all tensors of the
-rank that has most, the optimizer's state included; needs a build with -DPLUMB_BENCHMARKS=ON.
+with the optimizer, the data and the messages). Memory: all tensors of the rank that has most, the optimizer's
+state included; needs a build with -DPLUMB_BENCHMARKS=ON.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ class BusyRanks {
   std::vector<std::thread> threads_;
 };
 
-// Puts the buffers and gradients of a pipe's stages, and the random state, back at the end of its scope.
+// Drops the gradients of a pipe's stages, and puts them, the buffers and the random state back at the end of its scope.
 class PipeStateGuard {
  public:
-  explicit PipeStateGuard(const Pipe& pipe) : pipe_(pipe) {
+  explicit PipeStateGuard(const Pipe& pipe) {
     for (int s = 0; s < pipe.num_stages(); s++) {
       const State& state = pipe.stage(s)->state();
       guards_.push_back(std::make_unique<ModuleStateGuard>(state, std::vector<c10::IValue>()));
@@ -75,14 +75,10 @@ class PipeStateGuard {
         if (attr.kind == AttrKind::Buffer && attr.tensor.defined()) guards_.back()->before_write(attr.tensor);
       }
     }
-    drop_gradients();
-  }
-  void drop_gradients() {
-    for (const at::Tensor& parameter : pipe_.parameters()) parameter.mutable_grad() = at::Tensor();
+    for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
   }
 
  private:
-  const Pipe& pipe_;
   std::vector<std::unique_ptr<ModuleStateGuard>> guards_;
 };
 

@@ -26,12 +26,12 @@ struct StageCostOptions {
 };
 
 // Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. All stages run in
-// turn, forwards, then backwards, whole and in halves, and add to the gradients, as in a step: a stage that runs again
-// and again by itself finds its values in caches and took a tenth less than in a step. Seconds are processor time of
-// the thread that runs a stage, so that another load on the machine does not count; on a device that is no CPU they are
-// the clock's. Activations are what a stage holds from its forward to its backward; Costs::held_for_weight is the share
-// of it that a stage holds after the input half. State, gradients and the random generator are left as they
-// were. Throws what a stage throws.
+// turn, forwards, then backwards, whole and in halves, and add to the gradients, as in a step: a stage that ran again
+// and again by itself found its values in caches and took a tenth less. Seconds are processor time of the thread that
+// runs a stage, so that another load on the machine does not count; on a device that is no CPU they are the clock's.
+// Activations are what a stage holds from its forward to its backward; Costs::held_for_weight is the share of it that a
+// stage holds after the input half. State, gradients and the random generator are left as they were. Throws what a
+// stage throws.
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs,
                           const StageCostOptions& options = {});
 

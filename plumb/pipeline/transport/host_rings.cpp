@@ -86,7 +86,7 @@ struct HostRings::Head {
 // A rank's numbers for one peer. Each has a cache line of its own.
 struct HostRings::Lane {
   alignas(64) Word written = 0;  // bytes of messages to the peer, modulo 2^32
-  Word start = 0;                // what was written when the ring began anew
+  Word start = 0;                // `written` when the ring began anew
   alignas(64) Word read = 0;     // bytes of the peer's messages that were read
   alignas(64) Word asleep = 0;   // 1: wake this rank after writing
 };

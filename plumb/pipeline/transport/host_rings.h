@@ -51,7 +51,7 @@ class HostRings {
 
   // Returns false if the peer has not read enough of the ring yet. Throws Error(CannotWrite) without memory.
   bool try_send(int peer, const at::Tensor& message);
-  // Waits for room. Throws as wait() does.
+  // Waits for room. Throws as try_send() and wait() do.
   void send(int peer, const at::Tensor& message, std::chrono::milliseconds timeout,
             const std::function<bool()>& interrupted);
   // Returns the next message of the peer, a byte tensor; undefined: there is none yet. Throws Error(Communication) for

@@ -80,7 +80,7 @@ struct GlooOptions {
   // Runs Gloo's own threads under SCHED_BATCH: a woken thread then does not take the core from the one that computes,
   // which halves a message's cost on busy cores. The calling thread keeps its own policy.
   bool batch_threads = true;
-  // Sends messages of up to 4 MiB to ranks of this host through memory that both hold (host_rings.h).
+  // Sends messages of at most HostRings::kLongest to ranks of this host through memory that both hold.
   bool share_memory = true;
   // The device that this rank computes on. Its values travel through the backend registered for it, if there is one.
   std::optional<c10::Device> device;

@@ -32,7 +32,7 @@ constexpr const char* kRemedy = "look at what the other ranks printed; /proc has
        "end other programs, or raise the limits of memory and file sizes");
 }
 
-// Beyond the limit there would be a signal.
+// The system ends a process that goes beyond this limit by a signal.
 void require_within_limit(std::int64_t bytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && static_cast<rlim_t>(bytes) > limit.rlim_cur) fail_to_take(bytes, EFBIG);
@@ -87,7 +87,7 @@ char* SharedMemory::reserve(std::int64_t bytes) {
   return map(bytes);
 }
 
-// Taken by the system, or else there would be a signal when it is written to.
+// Memory that the system has no room for would end its writer by a signal.
 void SharedMemory::take(std::int64_t begin, std::int64_t bytes) {
   require_within_limit(begin + bytes);
   const int reason = ::posix_fallocate(held_->descriptor.get(), begin, bytes);

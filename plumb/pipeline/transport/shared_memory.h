@@ -31,9 +31,10 @@ class SharedMemory {
   // Both throw as grow() does.
   char* reserve(std::int64_t bytes);
   void take(std::int64_t begin, std::int64_t bytes);
+  // Returns its bytes by now. Throws Error(Communication) if the system does not say.
   std::int64_t size() const;
   // Returns all that it has by now, or a part that begins at a page, as a tensor of bytes to read, which holds them by
-  // itself. The part must be within size().
+  // itself. The part must be within size(). Throws Error(ExecutionFailed) if it cannot be mapped.
   at::Tensor bytes() const { return bytes(0, size()); }
   at::Tensor bytes(std::int64_t begin, std::int64_t size) const;
 

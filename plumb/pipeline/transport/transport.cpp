@@ -310,7 +310,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
     s.sent += bytes;
     out.num_sent++;
     out.in_flight.push_back(std::move(parts));
-  } catch (const Error&) {  // this rank's own: there is no memory for the ring
+  } catch (const Error&) {  // the rank's own fault: it has no memory for the ring
     throw;
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "sending " + to_string(m.id), e);

@@ -13,8 +13,8 @@
 // A message is checked against what was agreed before it is used: its checksums, which message of which step it is, and
 // the values that the caller of receive() expects.
 //
-// Messages of up to 4 MiB between ranks of one host go through memory that they share, where both ends could open it
-// (host_rings.h): which ones follows from the plan and the capacities. All others go through Gloo.
+// Messages of at most HostRings::kLongest between ranks of one host go through memory that they share, where both ends
+// could open it (host_rings.h): which ones follows from the plan and the capacities. All others go through Gloo.
 //
 // If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through
 // that backend (direct_messages.h), where the plan has an order for them.
@@ -63,7 +63,7 @@ class Transport {
   std::vector<std::string> exchange(const std::string& own);
 
   // Connects the ranks of this host by memory that they share, for which all ranks must call it at once. Messages of
-  // up to 4 MiB then go through it (host_rings.h). `may_look`: whether receivers may look for them before they sleep.
+  // at most HostRings::kLongest then go through it. `may_look`: whether receivers may look for them before they sleep.
   void connect_host(bool may_look);
 
   // Connects the device's backend, for which all ranks must call it at once. Before the first step whose values travel
