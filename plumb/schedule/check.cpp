@@ -350,11 +350,11 @@ class Checker {
   void check_memory() {
     Costs costs = options_.memory.for_stages(schedule_.num_stages(), schedule_.num_ranks());
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
-      auto [peak, where] = peak_activations(schedule_.rows[rank], costs);
+      auto [peak, where] = peak_memory(schedule_, rank, costs);
       report_.peak_memory.push_back(peak);
       // Sums of shares like 1/3 may miss the limit by rounding.
       if (peak > options_.memory_limit * (1 + 1e-9)) {
-        blame(ProblemKind::Memory, rank, where, "brings the activations held to ", peak, ", over the limit of ",
+        blame(ProblemKind::Memory, rank, where, "brings the memory held to ", peak, ", over the limit of ",
               options_.memory_limit);
       }
     }

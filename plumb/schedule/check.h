@@ -18,7 +18,7 @@ enum class ProblemKind {
   Order,      // within a rank: a backward before its forward, a message before its value, ...
   Message,    // a send or receive that nothing matches or needs
   Deadlock,   // ranks wait for each other in a ring
-  Memory,     // more activations are held than allowed
+  Memory,     // more memory is held than allowed
 };
 
 struct ScheduleProblem {
@@ -39,9 +39,9 @@ struct CheckOptions {
   // with blocking receives this proves a table for sends that complete only when their receive is posted, where every
   // pair of ranks has a stream for each direction; with blocking sends also where a rank has one stream for all.
   bool in_order = false;
-  // Most activations a rank may hold, in the unit of memory.activation (default: microbatches of a whole rank).
+  // Most memory a rank may hold, in the unit of memory.activation (default: microbatches of a whole rank).
   double memory_limit = std::numeric_limits<double>::infinity();
-  Costs memory;                   // only activation and held_for_weight are used
+  Costs memory;                   // only the lists of memory are used
   std::size_t max_problems = 20;  // further ones are counted only
 };
 

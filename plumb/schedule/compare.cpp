@@ -8,7 +8,9 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/schedule/event_simulation.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/rank_memory.h"
 
 namespace plumb {
 namespace {
@@ -20,11 +22,16 @@ double at_stage(const std::vector<double>& values, int stage) {
   return values.size() == 1 ? values[0] : values.at(stage);
 }
 
-// The search knows one limit for all ranks: what the rank with most resident memory has left.
+// The search knows one limit for all ranks: what the rank with most memory besides activations has left.
 Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, const CompareOptions& options) {
   SearchOptions search = options.search;
   double most = 0;
-  for (int stage = 0; stage < num_ranks; ++stage) most = std::max(most, memory_beside(costs, {stage}));
+  for (int stage = 0; stage < num_ranks; ++stage) {
+    double working = 0;
+    for (const auto list : schedule_internal::kWorking)
+      working = std::max(working, at_stage(costs.costs.working.*list, stage));
+    most = std::max(most, at_stage(costs.resident, stage) + at_stage(costs.costs.gradient, stage) + working);
+  }
   if (most > options.memory_limit) {
     throw Error(ErrorKind::InvalidArgument, "the parameters alone take more memory than the limit", "",
                 "a higher limit, or more ranks");
@@ -35,13 +42,25 @@ Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, co
 
 }  // namespace
 
-double memory_beside(const StageCosts& costs, const std::vector<int>& stages) {
-  double sum = 0, working = 0;
-  for (const int stage : stages) {
-    sum += at_stage(costs.resident, stage);
-    working = std::max(working, at_stage(costs.working, stage));
+const Costs& costs_in(const Schedule& schedule, const StageCosts& costs) {
+  if (!costs.whole_last || schedule.placement.ranks.empty()) return costs.costs;
+  const int last = schedule.num_stages() - 1;
+  int forwards = 0, kept = 0;
+  for (const auto& row : schedule_internal::without_pairs(schedule.rows)) {
+    const std::vector<bool> next = backward_is_next(row);
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      if (row[i].kind != ActionKind::Forward || row[i].stage != last) continue;
+      ++forwards;
+      kept += next[i];
+    }
   }
-  return sum + working;
+  return 2 * kept > forwards ? *costs.whole_last : costs.costs;
+}
+
+double resident_memory(const StageCosts& costs, const std::vector<int>& stages) {
+  double sum = 0;
+  for (const int stage : stages) sum += at_stage(costs.resident, stage);
+  return sum;
 }
 
 CostsOf even_costs(const Costs& costs, int num_ranks) {
@@ -51,16 +70,16 @@ CostsOf even_costs(const Costs& costs, int num_ranks) {
     for (auto* list : {&part.forward, &part.input, &part.weight, &part.full, &part.activation}) {
       for (double& value : *list) value *= share;
     }
-    return StageCosts{part, {}, {}, 0};
+    return StageCosts{part};
   };
 }
 
 double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::ranges::max_element(memory); }
 
 void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit, const StageEdges& edges) {
-  choice.simulation = simulate_schedule(choice.schedule, costs.costs, edges);
+  choice.simulation = simulate_schedule(choice.schedule, costs_in(choice.schedule, costs), edges);
   for (int rank = 0; rank < choice.schedule.num_ranks(); ++rank) {
-    choice.memory.push_back(memory_beside(costs, choice.schedule.placement.stages_of(rank)) +
+    choice.memory.push_back(resident_memory(costs, choice.schedule.placement.stages_of(rank)) +
                             choice.simulation.peak_memory[rank]);
   }
   choice.fits = choice.peak() <= memory_limit * (1 + 1e-9);

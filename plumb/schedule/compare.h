@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,14 +15,17 @@ namespace plumb {
 // The costs of a model that is cut into a number of stages.
 struct StageCosts {
   Costs costs;
-  // Memory that a stage takes whatever the schedule (parameters, gradients, optimizer), in the unit of
+  // The same where the last stage recomputes nothing, as it does if its backward_is_next(). None: as `costs`.
+  std::optional<Costs> whole_last = {};
+  // Memory that a stage takes whatever the schedule (parameters, the optimizer's state), in the unit of
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
-  std::vector<double> working;  // memory of a stage's action while it runs, by stage; empty: none
-  double spread = 0;            // excess of measured times: sum of the medians over sum of the minima, minus 1
+  double spread = 0;  // excess of measured times: sum of the medians over sum of the minima, minus 1
 };
-// Returns the memory that the stages of a rank take besides activations: all resident, and the most to work in.
-double memory_beside(const StageCosts& costs, const std::vector<int>& stages);
+// Returns the costs in this schedule.
+const Costs& costs_in(const Schedule& schedule, const StageCosts& costs);
+// Returns the resident memory of these stages together.
+double resident_memory(const StageCosts& costs, const std::vector<int>& stages);
 using CostsOf = std::function<StageCosts(int num_stages)>;
 
 // Costs of one rank's whole share, spread evenly over its stages: forward, input, weight, full and activation are cut
@@ -43,7 +47,7 @@ struct ScheduleChoice {
   std::string problem;  // why it cannot be had; what follows is empty then
   Schedule schedule;
   Simulation simulation;
-  std::vector<double> memory;  // by rank: resident, activations and what an action works in
+  std::vector<double> memory;  // by rank: resident and Simulation::peak_memory
   bool fits = true;
 
   double peak() const;

@@ -9,6 +9,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/schedule/event_simulation.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/list_schedule.h"
 #include "plumb/schedule/pieces.h"
@@ -23,6 +24,7 @@ using schedule_internal::PieceSums;
 using schedule_internal::StageTimes;
 using schedule_internal::TableRows;
 using schedule_internal::TableTimer;
+using schedule_internal::without_pairs;
 
 // Numbers by chance, the same on every machine.
 class Chance {
@@ -50,20 +52,6 @@ struct PlanScore {
   std::vector<double> shares;
   double worst = kForever;
 };
-
-// Pairs become a forward and a backward that follow each other.
-TableRows without_pairs(const std::vector<std::vector<Action>>& rows) {
-  TableRows parts;
-  for (const auto& row : rows) {
-    parts.emplace_back();
-    for (const Action& action : row) {
-      for (const Action& part : {action.first_part(), action.second_part()}) {
-        if (!part.is_idle()) parts.back().push_back(part);
-      }
-    }
-  }
-  return parts;
-}
 
 class Search {
  public:
@@ -94,7 +82,9 @@ class Search {
   void take_named(JointResult& result);
   std::vector<PlanCandidate> seeds(const std::vector<ScheduleChoice>& named) const;
   StageTimes times_of(const PlanCandidate& c, std::size_t scenario) const {
-    return scenarios_[scenario].times(c.stages, c.rank, ranks_, pieces_.latency * (scenario == 1 ? 4 : 1));
+    StageTimes times = scenarios_[scenario].times(c.stages, c.rank, ranks_, pieces_.latency * (scenario == 1 ? 4 : 1));
+    times.costs = schedule_internal::with_values_of_ranks(std::move(times.costs), c.rank);
+    return times;
   }
   PlanScore score(const PlanCandidate& c, double give_up, TableRows* rows = nullptr);
   bool keeps_memory(const StageTimes& times, const TableRows& rows) const;
@@ -197,12 +187,13 @@ bool Search::move_stage(PlanCandidate& c) {
 bool Search::change_habits(PlanCandidate& c) {
   if (c.rows) return false;
   ListHabits& h = c.habits;
-  switch (chance_.below(6)) {
+  switch (chance_.below(pieces_.gradient.empty() ? 6 : 7)) {
     case 0: h.group = 1 + chance_.below(2 * ranks_); break;
     case 1: h.gap = std::vector{-1.0, 0.0, 0.25, 0.5, 1.0}[chance_.below(5)]; break;
     case 2: h.share = chance_.one_in(3) ? 1 : chance_.share(); break;
     case 3: h.deep_first = !h.deep_first; break;
     case 4: std::ranges::fill(h.halves, static_cast<char>(chance_.below(2))); break;
+    case 6: h.ahead = !h.ahead; break;
     default: h.halves[chance_.below(c.count())] ^= 1; break;
   }
   return true;

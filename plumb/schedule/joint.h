@@ -18,14 +18,15 @@ struct PieceCosts {
     std::string recompute;  // "cheap", "none"
     std::vector<double> forward, input, weight, full, activation;
     std::vector<double> held = {};  // memory after the input half, until the weight half; empty: as activation
+    Costs::Working working = {{}, {}, {}, {}, {}, {}};  // empty: none
   };
-  std::vector<Way> ways;         // at least one
-  std::vector<double> resident;  // memory that a piece takes whatever the schedule
-  std::vector<double> working;   // memory that its actions take while they run; empty: none
-  // A value that later pieces use: where it is made, its last user, and the time that sending it takes.
+  std::vector<Way> ways;              // at least one
+  std::vector<double> resident;       // memory that a piece takes whatever the schedule
+  std::vector<double> gradient = {};  // memory of its gradients; empty: none
+  // A value that later pieces use: where it is made, its last user, the time that sending it takes, and its memory.
   struct Value {
     int from = 0, last = 0;
-    double seconds = 0;
+    double seconds = 0, bytes = 0;
   };
   std::vector<Value> values;
   double latency = 0;  // time of a message whatever its size

@@ -37,7 +37,7 @@ void expect_sound(const JointResult& found, const PieceCosts& pieces, double lim
   EXPECT_DOUBLE_EQ(again.makespan, found.simulation.makespan);
   EXPECT_NEAR(again.makespan / found.named.simulation.makespan, found.shares[0], 1e-9);
   for (int rank = 0; rank < found.schedule.num_ranks(); ++rank)
-    EXPECT_NEAR(memory_beside(costs, found.schedule.placement.stages_of(rank)) + again.peak_memory[rank],
+    EXPECT_NEAR(resident_memory(costs, found.schedule.placement.stages_of(rank)) + again.peak_memory[rank],
                 found.memory[rank], 1e-6);
 }
 

@@ -7,30 +7,19 @@ namespace {
 
 constexpr double kSame = 1e-12;  // shorter differences of time are none
 
-double length_of(const StageTimes& times, ActionKind kind, int stage) {
-  return kind == ActionKind::Forward         ? times.forward[stage]
-         : kind == ActionKind::BackwardInput ? times.input[stage]
-         : kind == ActionKind::FullBackward  ? times.full[stage]
-                                             : times.weight[stage];
-}
-
-double memory_change(const StageTimes& times, ActionKind kind, int stage) {
-  const double size = times.activation[stage];
-  return kind == ActionKind::Forward          ? size
-         : kind == ActionKind::BackwardInput  ? times.held[stage] - size
-         : kind == ActionKind::BackwardWeight ? -times.held[stage]
-                                              : -size;
+double length_of(const Costs& costs, ActionKind kind, int stage) {
+  return kind == ActionKind::Forward         ? costs.forward[stage]
+         : kind == ActionKind::BackwardInput ? costs.input[stage]
+         : kind == ActionKind::FullBackward  ? costs.full[stage]
+                                             : costs.weight[stage];
 }
 
 }  // namespace
 
 double peak_of_row(const StageTimes& times, int rank, const std::vector<Action>& row) {
-  double held = times.resident[rank], peak = held;
-  for (const Action& action : row) {
-    held += memory_change(times, action.kind, action.stage);
-    peak = std::max(peak, held);
-  }
-  return peak;
+  RankMemory memory(times.costs, times.resident[rank]);
+  for (const Action& action : row) memory.run(action.kind, action.stage);
+  return memory.peak();
 }
 
 void TableTimer::begin(const StageTimes& times) {
@@ -45,14 +34,26 @@ void TableTimer::begin(const StageTimes& times) {
 double TableTimer::ready_forward(int stage, int m) const {
   if (stage == 0) return 0;
   const bool here = times_->rank[stage] == times_->rank[stage - 1];
-  return at(forward_end_, stage - 1, m) + (here ? 0 : times_->message[stage - 1]);
+  return at(forward_end_, stage - 1, m) + (here ? 0 : times_->costs.communication[stage - 1]);
 }
 
 double TableTimer::ready_backward(int stage, int m) const {
   const int last = static_cast<int>(times_->rank.size()) - 1;
   if (stage == last) return at(forward_end_, stage, m);
   const bool here = times_->rank[stage] == times_->rank[stage + 1];
-  return at(back_end_, stage + 1, m) + (here ? 0 : times_->message[stage]);
+  return at(back_end_, stage + 1, m) + (here ? 0 : times_->costs.communication[stage]);
+}
+
+// Returns the memory that forwards leave free: for what actions work in, and for gradients that have not come yet.
+double TableTimer::reserved(int rank) const {
+  double gradients = 0, working = 0;
+  for (const int s : held_[rank]) {
+    const StageState& state = stages_[s];
+    if (!habits_->ahead && (habits_->halves[s] ? state.weights : state.backs) == 0)
+      gradients += times_->costs.gradient[s];
+    for (const auto list : kWorking) working = std::max(working, (times_->costs.working.*list)[s]);
+  }
+  return gradients + working;
 }
 
 // A backward goes before a forward that can begin as early.
@@ -65,7 +66,8 @@ TableTimer::Choice TableTimer::choose(int rank) const {
     if (start < best.start - kSame || (same && priority < best.priority)) best = {start, priority, stage, kind};
   };
   const int count = static_cast<int>(times_->rank.size());
-  const double room = times_->resident[rank] + (limit_ - times_->resident[rank]) * habits_->share;
+  const double kept = reserved(rank),
+               room = times_->resident[rank] + (limit_ - times_->resident[rank]) * habits_->share;
   for (const int s : held_[rank]) {
     const StageState& state = stages_[s];
     if (state.backs < state.forwards) {
@@ -74,7 +76,9 @@ TableTimer::Choice TableTimer::choose(int rank) const {
            habits_->halves[s] ? ActionKind::BackwardInput : ActionKind::FullBackward);
     }
     if (state.forwards == microbatches_) continue;
-    if (memory_[rank] + times_->activation[s] > std::min(limit_, room) * (1 + 1e-9)) continue;
+    if (memory_[rank].held() + memory_change(times_->costs, ActionKind::Forward, s) + kept >
+        std::min(limit_, room) * (1 + 1e-9))
+      continue;
     const int m = state.forwards, group = habits_->group, deep = habits_->deep_first ? count - 1 - s : s;
     take(ready_forward(s, m), static_cast<double>(m / group) * count * group + deep * group + m % group, s,
          ActionKind::Forward);
@@ -93,7 +97,7 @@ void TableTimer::consider_weights(int rank, Choice& best) const {
     const StageState& state = stages_[s];
     if (!habits_->halves[s] || state.weights == state.backs) continue;
     const double order = static_cast<double>(state.weights) * static_cast<double>(times_->rank.size()) + s;
-    const bool fills = best.stage < 0 || at_once || best.start - now >= habits_->gap * times_->weight[s];
+    const bool fills = best.stage < 0 || at_once || best.start - now >= habits_->gap * times_->costs.weight[s];
     const bool waits = best.stage < 0 || at_once || best.start > now + kSame;
     if (fills && waits && order < first) first = order, stage = s;
   }
@@ -103,9 +107,9 @@ void TableTimer::consider_weights(int rank, Choice& best) const {
 double TableTimer::run(int rank, const Choice& choice) {
   const int s = choice.stage;
   StageState& state = stages_[s];
-  const double end = choice.start + length_of(*times_, choice.kind, s);
+  const double end = choice.start + length_of(times_->costs, choice.kind, s);
   free_[rank] = end;
-  memory_[rank] += memory_change(*times_, choice.kind, s);
+  memory_[rank].run(choice.kind, s);
   if (choice.kind == ActionKind::Forward) {
     at(forward_end_, s, state.forwards++) = end;
   } else if (choice.kind == ActionKind::BackwardWeight) {
@@ -121,7 +125,7 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
   habits_ = &habits;
   limit_ = memory_limit;
   const int count = static_cast<int>(times.rank.size()), ranks = static_cast<int>(times.resident.size());
-  memory_ = times.resident;
+  memory_.clear();
   held_.assign(ranks, {});
   std::size_t left = 0;
   for (int s = 0; s < count; ++s) {
@@ -133,6 +137,7 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
   std::vector<Choice> next;
   for (int k = 0; k < ranks; ++k) {
     if (held_[k].empty() || times.resident[k] > memory_limit * (1 + 1e-9)) return kForever;
+    memory_.emplace_back(times.costs, times.resident[k]);
     next.push_back({});
   }
   for (int k = 0; k < ranks; ++k) next[k] = choose(k);
@@ -155,6 +160,9 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
     const int to = choice.kind == ActionKind::Forward ? choice.stage + 1 : choice.stage - 1;
     if (choice.kind == ActionKind::BackwardWeight || to < 0 || to >= count) continue;
     if (times.rank[to] != rank) next[times.rank[to]] = choose(times.rank[to]);
+  }
+  for (const RankMemory& memory : memory_) {
+    if (memory.peak() > memory_limit * (1 + 1e-9)) return kForever;
   }
   return length;
 }
@@ -183,7 +191,7 @@ double TableTimer::replay(const StageTimes& times, const TableRows& rows) {
           ready = std::max(ready_backward(s, m), at(forward_end_, s, m));
         if (action.kind == ActionKind::BackwardWeight) ready = at(back_end_, s, m);
         if (ready == kForever) break;
-        const double end = std::max(free_[rank], ready) + length_of(times, action.kind, s);
+        const double end = std::max(free_[rank], ready) + length_of(times.costs, action.kind, s);
         free_[rank] = end;
         length = std::max(length, end);
         if (action.kind == ActionKind::Forward) at(forward_end_, s, m) = end;

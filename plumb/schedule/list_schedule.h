@@ -5,19 +5,18 @@
 #include <limits>
 #include <vector>
 
+#include "plumb/schedule/rank_memory.h"
 #include "plumb/schedule/schedule.h"
 
 namespace plumb::schedule_internal {
 
 inline constexpr double kForever = std::numeric_limits<double>::infinity();
 
-// Costs of a table's stages; `message` is the time of what leaves a stage for another rank.
+// Costs of a table's stages, one entry a stage.
 struct StageTimes {
-  std::vector<double> forward, input, weight, full, activation, message;  // by stage
-  std::vector<double> held;      // by stage: memory after the input half, until the weight half
+  Costs costs;
   std::vector<int> rank;         // by stage
-  std::vector<double> working;   // by stage: memory of a running action
-  std::vector<double> resident;  // by rank, with the most to work in
+  std::vector<double> resident;  // by rank
 };
 
 // How every rank chooses.
@@ -26,6 +25,7 @@ struct ListHabits {
   double share = 1;         // share of the memory beside the resident one that forwards may fill
   double gap = 0.5;         // a weight half goes into a wait of at least this share of its length; below 0: at once
   bool deep_first = false;  // precedence of later stages among a round's forwards
+  bool ahead = false;       // forwards may fill the memory of gradients that have not come yet
   std::vector<char> halves = {};  // by stage: whether its backward is divided
   bool operator==(const ListHabits&) const = default;
 };
@@ -57,6 +57,7 @@ class TableTimer {
 
   void begin(const StageTimes& times);
   Choice choose(int rank) const;
+  double reserved(int rank) const;
   void consider_weights(int rank, Choice& best) const;
   double run(int rank, const Choice& choice);
   double ready_forward(int stage, int m) const;
@@ -75,7 +76,8 @@ class TableTimer {
   double limit_ = 0;
   std::vector<StageState> stages_;
   std::vector<double> forward_end_, back_end_;  // by stage and microbatch; infinity: not begun
-  std::vector<double> free_, memory_;           // by rank
+  std::vector<double> free_;                    // by rank
+  std::vector<RankMemory> memory_;              // by rank
   std::vector<std::vector<int>> held_;          // stages by rank
   std::vector<std::size_t> next_;
 };

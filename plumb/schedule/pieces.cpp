@@ -35,7 +35,7 @@ void check_pieces(const PieceCosts& pieces) {
     throw Error(ErrorKind::InvalidArgument, str("a model of ", size, " pieces cannot be planned"), "",
                 str("1 to ", kMost, " pieces, with costs for at least one way of recomputation"));
   check_list(pieces.resident, size, "resident");
-  if (!pieces.working.empty()) check_list(pieces.working, size, "working");
+  if (!pieces.gradient.empty()) check_list(pieces.gradient, size, "gradient");
   for (const PieceCosts::Way& way : pieces.ways) {
     check_list(way.forward, size, "forward");
     check_list(way.input, size, "input backward");
@@ -43,39 +43,48 @@ void check_pieces(const PieceCosts& pieces) {
     check_list(way.full, size, "full backward");
     check_list(way.activation, size, "activation");
     if (!way.held.empty()) check_list(way.held, size, "held");
+    for (const auto list : kWorking) {
+      if (!(way.working.*list).empty()) check_list(way.working.*list, size, "working");
+    }
   }
   check_list({pieces.latency}, 1, "latency");
   for (const PieceCosts::Value& value : pieces.values) {
-    check_list({value.seconds}, 1, "message");
+    check_list({value.seconds, value.bytes}, 2, "message");
     if (value.from < 0 || value.last <= value.from || value.last >= pieces.size())
       throw Error(ErrorKind::InvalidArgument, str("a value goes from piece ", value.from, " to piece ", value.last));
   }
 }
 
 PieceSums::PieceSums(const PieceCosts& pieces, double link, const std::function<double(int)>& off)
-    : size_(pieces.resident.size()), working_(pieces.working) {
+    : size_(pieces.resident.size()) {
   const auto same = [](int) { return 1.0; };
   for (const PieceCosts::Way& way : pieces.ways)
     ways_.push_back({prefix_sums(way.forward, off), prefix_sums(way.input, off), prefix_sums(way.weight, off),
                      prefix_sums(way.full, off), prefix_sums(way.activation, same),
-                     prefix_sums(way.held.empty() ? way.activation : way.held, same)});
+                     prefix_sums(way.held.empty() ? way.activation : way.held, same), way.working});
   resident_ = prefix_sums(pieces.resident, same);
-  // A value from piece f, last used in l, leaves the stages [first, last) with first <= f < last <= l.
+  gradient_ = prefix_sums(pieces.gradient.empty() ? std::vector<double>(size_, 0) : pieces.gradient, same);
+  seconds_ = leaving(pieces, &PieceCosts::Value::seconds, link);
+  bytes_ = leaving(pieces, &PieceCosts::Value::bytes, 1);
+}
+
+// A value from piece f, last used in l, leaves the stages [first, last) with first <= f < last <= l.
+std::vector<double> PieceSums::leaving(const PieceCosts& pieces, double PieceCosts::Value::*of, double times) const {
   const std::size_t width = size_ + 1;
-  message_.assign((size_ + 1) * width, 0);
+  std::vector<double> sums(width * width, 0);
   for (const PieceCosts::Value& value : pieces.values) {
-    double* row = &message_[static_cast<std::size_t>(value.from) * width];
-    row[value.from + 1] += value.seconds * link;
-    row[value.last + 1] -= value.seconds * link;
+    double* row = &sums[static_cast<std::size_t>(value.from) * width];
+    row[value.from + 1] += value.*of * times;
+    row[value.last + 1] -= value.*of * times;
   }
   for (std::size_t first = size_; first-- > 0;) {
-    for (std::size_t last = 1; last <= size_; ++last)
-      message_[first * width + last] += message_[first * width + last - 1];
+    for (std::size_t last = 1; last <= size_; ++last) sums[first * width + last] += sums[first * width + last - 1];
   }
   for (std::size_t first = size_; first-- > 0;) {
-    for (std::size_t last = 0; last <= size_; ++last)
-      message_[first * width + last] += message_[(first + 1) * width + last];
+    for (std::size_t last = 0; last <= size_; ++last) sums[first * width + last] += sums[(first + 1) * width + last];
   }
+  for (double& sum : sums) sum = std::max(0.0, sum);  // differences of rounding
+  return sums;
 }
 
 StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& rank, int num_ranks,
@@ -83,29 +92,35 @@ StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& r
   StageTimes times;
   times.rank = rank;
   times.resident.assign(num_ranks, 0);
-  std::vector<double> working(num_ranks, 0);
   const std::size_t count = stages.begins.size();
-  for (auto* list :
-       {&times.forward, &times.input, &times.weight, &times.full, &times.activation, &times.held, &times.message})
+  Costs& costs = times.costs;
+  for (auto* list : {&costs.forward, &costs.input, &costs.weight, &costs.full, &costs.communication, &costs.activation,
+                     &costs.held_for_weight, &costs.gradient, &costs.values}) {
+    list->clear();
     list->reserve(count);
+  }
+  for (const auto list : kWorking) (costs.working.*list).clear();
   for (std::size_t s = 0; s < count; ++s) {
     const std::size_t first = stages.begins[s], last = s + 1 < count ? stages.begins[s + 1] : size_;
     const Way& way = ways_[stages.ways[s]];
-    times.forward.push_back(way.forward[last] - way.forward[first]);
-    times.input.push_back(way.input[last] - way.input[first]);
-    times.weight.push_back(way.weight[last] - way.weight[first]);
-    times.full.push_back(way.full[last] - way.full[first]);
-    times.activation.push_back(way.activation[last] - way.activation[first]);
-    times.held.push_back(way.held[last] - way.held[first]);
-    times.resident[rank[s]] += resident_[last] - resident_[first];
-    times.working.push_back(0);
-    for (std::size_t i = first; i < last && !working_.empty(); ++i)
-      times.working[s] = std::max(times.working[s], working_[i]);
-    working[rank[s]] = std::max(working[rank[s]], times.working[s]);
-    times.message.push_back(
-        last == size_ ? 0 : latency + std::max(0.0, message(static_cast<int>(first), static_cast<int>(last))));
+    const auto sum = [&](const std::vector<double>& list) { return list[last] - list[first]; };
+    costs.forward.push_back(sum(way.forward));
+    costs.input.push_back(sum(way.input));
+    costs.weight.push_back(sum(way.weight));
+    costs.full.push_back(sum(way.full));
+    costs.activation.push_back(sum(way.activation));
+    costs.held_for_weight.push_back(costs.activation[s] > 0 ? sum(way.held) / costs.activation[s] : 1);
+    costs.gradient.push_back(sum(gradient_));
+    for (const auto list : kWorking) {
+      const auto& of = way.working.*list;
+      const auto at = [&](std::size_t i) { return of.begin() + static_cast<std::ptrdiff_t>(i); };
+      (costs.working.*list).push_back(of.empty() ? 0 : *std::max_element(at(first), at(last)));
+    }
+    const std::size_t stage = first * (size_ + 1) + last;
+    costs.communication.push_back(last == size_ ? 0 : latency + seconds_[stage]);
+    costs.values.push_back(bytes_[stage]);
+    times.resident[rank[s]] += sum(resident_);
   }
-  for (int k = 0; k < num_ranks; ++k) times.resident[k] += working[k];
   return times;
 }
 
@@ -124,18 +139,7 @@ StageCosts costs_of_stages(const PieceCosts& pieces, const PieceStages& stages) 
   std::vector<int> own_rank(begins.size());
   for (std::size_t s = 0; s < begins.size(); ++s) own_rank[s] = static_cast<int>(s);
   auto times = sums.times(stages, own_rank, static_cast<int>(begins.size()), pieces.latency);
-  Costs costs{.forward = times.forward,
-              .input = times.input,
-              .weight = times.weight,
-              .full = times.full,
-              .communication = times.message};
-  costs.activation = times.activation;
-  costs.held_for_weight.clear();
-  for (std::size_t s = 0; s < begins.size(); ++s) {
-    costs.held_for_weight.push_back(times.activation[s] > 0 ? times.held[s] / times.activation[s] : 1);
-    times.resident[s] -= times.working[s];
-  }
-  return {costs, times.resident, times.working, 0};
+  return {.costs = std::move(times.costs), .resident = std::move(times.resident)};
 }
 
 PieceStages balanced_stages(const PieceCosts& pieces, int num_stages) {

@@ -19,18 +19,18 @@ class PieceSums {
 
   // `latency`: of each message.
   StageTimes times(const PieceStages& stages, const std::vector<int>& rank, int num_ranks, double latency) const;
-  // Time of the messages from the pieces [first, last) to later ones, without latency.
-  double message(int first, int last) const {
-    return message_[static_cast<std::size_t>(first) * (size_ + 1) + static_cast<std::size_t>(last)];
-  }
 
  private:
   struct Way {
     std::vector<double> forward, input, weight, full, activation, held;  // prefix sums
+    Costs::Working working;                                              // by piece
   };
+  std::vector<double> leaving(const PieceCosts& pieces, double PieceCosts::Value::*of, double times) const;
+
   std::size_t size_;
   std::vector<Way> ways_;
-  std::vector<double> resident_, working_, message_;
+  std::vector<double> resident_, gradient_;
+  std::vector<double> seconds_, bytes_;  // of messages from the pieces [first, last) to later ones, by first and last
 };
 
 }  // namespace plumb::schedule_internal

@@ -1,6 +1,7 @@
 #include "plumb/schedule/schedule.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "plumb/core/error.h"
@@ -62,6 +63,27 @@ bool Schedule::has_messages() const {
   return std::ranges::any_of(rows, [](const auto& row) {
     return std::ranges::any_of(row, [](const Action& action) { return action.is_message(); });
   });
+}
+
+std::vector<bool> backward_is_next(const std::vector<Action>& row) {
+  std::vector<bool> next(row.size());
+  std::map<int, int> waiting;  // forwards by microbatch
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    const Action& action = row[i];
+    const auto is = [&](std::size_t later, ActionKind kind) {
+      return later < row.size() && row[later].kind == kind && row[later].stage == action.stage &&
+             row[later].microbatch == action.microbatch;
+    };
+    if (action.kind == ActionKind::Forward) {
+      const bool whole = is(i + 1, ActionKind::FullBackward) ||
+                         (is(i + 1, ActionKind::BackwardInput) && is(i + 2, ActionKind::BackwardWeight));
+      next[i] = whole && waiting.size() > waiting.count(action.microbatch);
+      ++waiting[action.microbatch];
+    } else if (action.is_compute() && action.kind != ActionKind::BackwardInput && --waiting[action.microbatch] == 0) {
+      waiting.erase(action.microbatch);
+    }
+  }
+  return next;
 }
 
 Schedule without_idle(Schedule schedule) {

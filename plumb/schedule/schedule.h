@@ -59,6 +59,10 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
+// Returns, for every entry of a row without pairs, whether it is a forward whose whole backward comes next while other
+// microbatches are in flight: to recompute it would save little memory, so it keeps everything.
+std::vector<bool> backward_is_next(const std::vector<Action>& row);
+
 // Returns the table without idle entries.
 Schedule without_idle(Schedule schedule);
 // Returns the table with idle entries so that a column is a tick: every action takes one, and waits for its inputs from

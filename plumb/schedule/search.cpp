@@ -9,9 +9,12 @@
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/generators_internal.h"
+#include "plumb/schedule/rank_memory.h"
 
 namespace plumb {
 namespace {
+
+using schedule_internal::memory_change;
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
@@ -101,18 +104,18 @@ class Player {
     if (next < kNever) wake(rank, next);
   }
 
-  void begin(int rank, double now, double length, double memory, Action action) {
+  void begin(int rank, double now, double length, Action action) {
     State& state = state_[rank];
     state.begun = std::min(state.begun, now);
     state.free = now + length;
-    state.memory += memory;
+    state.memory += memory_change(costs_, action.kind, rank);
     if (rows_) (*rows_)[rank].push_back(action);
     wake(rank, state.free);
   }
 
   void run_forward(int rank, double now) {
     int m = state_[rank].forwards++;
-    begin(rank, now, costs_.forward[rank], costs_.activation[rank], Action::forward(rank, m));
+    begin(rank, now, costs_.forward[rank], Action::forward(rank, m));
     if (rank + 1 < ranks_) {
       forward_at(rank + 1, m) = state_[rank].free + costs_.communication[rank];
       if (m == state_[rank + 1].forwards) notify(rank + 1, now);
@@ -122,8 +125,7 @@ class Player {
   }
   void run_input(int rank, double now) {
     int m = state_[rank].inputs++;
-    begin(rank, now, costs_.input[rank], -costs_.activation[rank] * (1 - costs_.held_for_weight[rank]),
-          Action::input(rank, m));
+    begin(rank, now, costs_.input[rank], Action::input(rank, m));
     if (rank > 0) {
       gradient_at(rank - 1, m) = state_[rank].free + costs_.communication[rank - 1];
       if (m == state_[rank - 1].inputs) notify(rank - 1, now);
@@ -131,8 +133,7 @@ class Player {
   }
   void run_weight(int rank, double now) {
     int m = state_[rank].weights++;
-    begin(rank, now, costs_.weight[rank], -costs_.activation[rank] * costs_.held_for_weight[rank],
-          Action::weight(rank, m));
+    begin(rank, now, costs_.weight[rank], Action::weight(rank, m));
   }
 
   // Something is on its way: a waiting rank thinks again, now that it knows.
@@ -230,7 +231,7 @@ class Orders {
     std::swap(row[i - 1], row[i]);
     double held = 0;
     for (std::size_t k = 0; k <= i; ++k) {
-      held += change_of(rank, row[k]);
+      held += memory_change(costs_, row[k].kind, rank);
       if (held > limit_) {
         std::swap(row[i - 1], row[i]);
         return false;
@@ -245,12 +246,6 @@ class Orders {
     return action.kind == ActionKind::Forward         ? costs_.forward[rank]
            : action.kind == ActionKind::BackwardInput ? costs_.input[rank]
                                                       : costs_.weight[rank];
-  }
-  double change_of(int rank, const Action& action) const {
-    double size = costs_.activation[rank];
-    return action.kind == ActionKind::Forward         ? size
-           : action.kind == ActionKind::BackwardInput ? -size * (1 - costs_.held_for_weight[rank])
-                                                      : -size * costs_.held_for_weight[rank];
   }
   std::size_t at(int rank, int m) const {
     return static_cast<std::size_t>(rank) * static_cast<std::size_t>(microbatches_) + static_cast<std::size_t>(m);
@@ -363,6 +358,7 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
   SearchResult result;
   result.schedule = schedule_internal::new_table("Searched", num_ranks, num_microbatches, 1, false);
   Costs costs = given.for_stages(num_ranks, num_ranks);
+  std::ranges::fill(costs.values, 0);  // every stage has a rank of its own
   double largest = *std::ranges::max_element(costs.activation);
   if (!(options.memory_limit >= largest * (1 - 1e-9))) {
     throw Error(ErrorKind::InvalidArgument, "not even one microbatch fits in the memory limit", "",

@@ -9,6 +9,7 @@
 #include "plumb/core/str.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/event_simulation.h"
+#include "plumb/schedule/rank_memory.h"
 
 namespace plumb {
 namespace {
@@ -22,7 +23,7 @@ std::vector<double> spread(const std::vector<double>& values, int num_stages, co
   }
   for (double value : values) {
     if (!std::isfinite(value) || value < 0) {
-      throw Error(ErrorKind::InvalidArgument, str("the ", what, " cost ", value, " is not a duration"));
+      throw Error(ErrorKind::InvalidArgument, str("the ", what, " cost ", value, " is below zero or not finite"));
     }
   }
   return values.size() == count ? values : std::vector<double>(count, values.front());
@@ -51,27 +52,30 @@ bool has_backward(const Schedule& schedule) {
   });
 }
 
-// Time plays no part: a rank does one thing after the other.
-std::pair<double, int> peak_activations(const std::vector<Action>& row, const Costs& costs) {
-  double held = 0, peak = 0;
-  int where = -1;
-  for (std::size_t i = 0; i < row.size(); ++i) {
-    for (const Action& part : {row[i].first_part(), row[i].second_part()}) {
-      if (!part.is_compute()) continue;
-      double size = costs.activation[part.stage];
-      switch (part.kind) {
-        case ActionKind::Forward: held += size; break;
-        case ActionKind::BackwardInput: held -= size * (1 - costs.held_for_weight[part.stage]); break;
-        case ActionKind::BackwardWeight: held -= size * costs.held_for_weight[part.stage]; break;
-        default: held -= size; break;
-      }
-      if (held > peak) {
-        peak = held;
-        where = static_cast<int>(i);
+std::vector<std::vector<Action>> without_pairs(const std::vector<std::vector<Action>>& rows) {
+  std::vector<std::vector<Action>> parts;
+  for (const auto& row : rows) {
+    parts.emplace_back();
+    for (const Action& action : row) {
+      for (const Action& part : {action.first_part(), action.second_part()}) {
+        if (!part.is_idle()) parts.back().push_back(part);
       }
     }
   }
-  return {peak, where};
+  return parts;
+}
+
+std::pair<double, int> peak_memory(const Schedule& schedule, int rank, const Costs& given) {
+  const std::vector<Action>& row = schedule.rows[rank];
+  const Costs costs = with_values_of_ranks(given, schedule.placement.ranks);
+  RankMemory memory(costs);
+  int where = -1;
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    for (const Action& part : {row[i].first_part(), row[i].second_part()}) {
+      if (part.is_compute() && memory.run(part.kind, part.stage)) where = static_cast<int>(i);
+    }
+  }
+  return {memory.peak(), where};
 }
 
 }  // namespace schedule_internal
@@ -92,6 +96,10 @@ Costs Costs::for_stages(int num_stages, int num_ranks) const {
   result.activation = spread(activation.empty() ? std::vector<double>{share} : activation, num_stages, "activation");
   check_share(overlap, "the overlap of forward and backward");
   result.held_for_weight = spread(held_for_weight, num_stages, "held for weight");
+  result.gradient = spread(gradient.empty() ? std::vector<double>{0} : gradient, num_stages, "gradient");
+  result.values = spread(values.empty() ? std::vector<double>{0} : values, num_stages, "values");
+  for (const auto list : schedule_internal::kWorking)
+    result.working.*list = spread(result.working.*list, num_stages, "working memory");
   return result;
 }
 
@@ -138,7 +146,7 @@ Simulation simulate_schedule(const Schedule& schedule, const Costs& given, const
     result.first.push_back(first);
     result.last.push_back(last);
     result.makespan = std::max(result.makespan, last);
-    result.peak_memory.push_back(schedule_internal::peak_activations(schedule.rows[rank], costs).first);
+    result.peak_memory.push_back(schedule_internal::peak_memory(schedule, static_cast<int>(rank), costs).first);
   }
   return result;
 }

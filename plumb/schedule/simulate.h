@@ -25,6 +25,16 @@ struct Costs {
   // The share of it that is held from the input backward until the weight backward, by stage; above 1 where gradients
   // wait for the weight half, too.
   std::vector<double> held_for_weight = {1};
+  // Memory of a stage's gradients, there from its first weight or full backward on; empty: none.
+  std::vector<double> gradient = {};
+  // Memory of the values that leave a stage, and of the gradients that come back for them. It is held from one stage's
+  // action to the next stage's where both are on one rank. Empty: none.
+  std::vector<double> values = {};
+  // Memory that actions take while they run, besides what there is before or after them.
+  struct Working {
+    std::vector<double> forward = {0}, input = {0}, weight = {0}, full = {0};
+    std::vector<double> first_weight = {0}, first_full = {0};  // where they bring the gradients
+  } working = {};
 
   // Returns these costs with one entry a stage. Throws Error(InvalidArgument) for a list of another length, or a value
   // that is negative or not finite.
@@ -42,7 +52,8 @@ struct Simulation {
   double makespan = 0;              // from 0 to the end of the last action
   std::vector<double> busy;         // by rank: time spent computing
   std::vector<double> first, last;  // by rank: start of its first and end of its last computation
-  std::vector<double> peak_memory;  // by rank, in the unit of Costs::activation
+  // By rank, in the unit of Costs::activation: activations, gradients, and what the action works in.
+  std::vector<double> peak_memory;
 
   // Returns the ranks' idle share of the makespan: 1 - mean(busy) / makespan.
   double bubble_rate() const;

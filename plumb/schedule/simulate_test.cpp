@@ -78,6 +78,29 @@ TEST(Simulate, ActivationsAreHeldUntilTheWeightBackwardUnlessSaidOtherwise) {
   EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 125);
 }
 
+TEST(Simulate, CountsGradientsFromTheirFirstBackwardAndWhatActionsWorkIn) {
+  Costs costs;
+  costs.activation = {10};
+  costs.gradient = {100};
+  costs.working = {.forward = {1}, .input = {2}, .weight = {3}, .full = {4}, .first_weight = {50}, .first_full = {60}};
+  const auto peak = [&](const char* csv) { return simulate_schedule(parse_csv(csv), costs).max_peak_memory(); };
+  EXPECT_EQ(peak("0F0,0F1,0B0,0B1\n"), 110 + 60);          // 20 before and 110 after the first backward
+  EXPECT_EQ(peak("0F0,0B0,0F1,0F2,0B1,0B2\n"), 100 + 60);  // later: 120 and 4
+  EXPECT_EQ(peak("0F0,0F1,0I0,0I1,0W0,0W1\n"), 110 + 50);  // held until the weight half
+  costs.working.first_weight = costs.working.first_full = {0};
+  EXPECT_EQ(peak("0F0,0B0,0F1,0F2,0B1,0B2\n"), 120 + 4);
+}
+
+TEST(Simulate, CountsValuesThatWaitForTheNextStageOnTheirRank) {
+  Costs costs;
+  costs.activation = {10};
+  costs.values = {3};
+  // Two values wait, then two gradients; on another rank none do.
+  EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n"), costs).max_peak_memory(), 40);
+  EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1\n"), costs).max_peak_memory(), 33);
+  EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"), costs).max_peak_memory(), 20);
+}
+
 TEST(Simulate, TakesForwardOnlyTables) { EXPECT_EQ(simulate_schedule(forward_only(gpipe_schedule(3, 4))).makespan, 6); }
 
 TEST(Simulate, RefusesCostsThatAreNone) {

@@ -23,7 +23,7 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
     measuring.recompute.push_back(
         parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(s)] : o.recompute));
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
-  const Simulation simulation = simulate_schedule(job.schedule, costs.costs);
+  const Simulation simulation = simulate_schedule(job.schedule, costs_in(job.schedule, costs));
   TrainNeeds needs{job.schedule.name,
                    simulation.makespan * static_cast<double>(o.accumulate),
                    simulation.bubble_rate(),
@@ -33,12 +33,14 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
     RankNeeds own;
     own.stages = job.schedule.placement.stages_of(rank);
     for (const int stage : own.stages) {
-      own.resident += costs.resident.size() == 1 ? costs.resident[0] : costs.resident.at(static_cast<size_t>(stage));
+      own.resident += costs.costs.gradient.at(static_cast<size_t>(stage));
       for (const Attr& attr : job.pipe->stage(stage)->state()) {
         if (attr.kind == AttrKind::Parameter) own.parameters += attr.tensor.numel();
       }
     }
-    own.peak = memory_beside(costs, own.stages) + simulation.peak_memory[static_cast<size_t>(rank)];
+    const double resident = resident_memory(costs, own.stages);
+    own.peak = resident + simulation.peak_memory[static_cast<size_t>(rank)];
+    own.resident += resident;
     needs.ranks.push_back(std::move(own));
   }
   return needs;

@@ -84,7 +84,7 @@ class Planner {
     const StageCosts cheap = costs_of(pieces);
     result.ways.push_back(way_of(cheap, "cheap"));
     result.resident = cheap.resident;
-    result.working = cheap.working;
+    result.gradient = cheap.costs.gradient;
     if (!request_.estimate)
       result.ways.push_back(
           way_of(costs_of(pieces, std::vector<Recompute>(pieces.num_stages(), Recompute::None)), "none"));
@@ -94,9 +94,8 @@ class Planner {
       for (const StageOutputPort& port : pieces.stage_outputs(s)) {
         int last = s;
         for (const PortUse& use : port.consumers) last = std::max(last, use.stage);
-        if (last > s)
-          result.values.push_back(
-              {s, last, static_cast<double>(bytes_of(port.meta)) / request_.costs.bytes_per_second});
+        const auto bytes = static_cast<double>(bytes_of(port.meta));
+        if (last > s) result.values.push_back({s, last, bytes / request_.costs.bytes_per_second, bytes});
       }
     }
     return result;
@@ -110,7 +109,8 @@ class Planner {
 
   static PieceCosts::Way way_of(const StageCosts& of, const std::string& name) {
     const Costs costs = of.costs.for_stages(static_cast<int>(of.costs.forward.size()), 1);
-    return {name, costs.forward, costs.input, costs.weight, costs.full, costs.activation, held_of(costs)};
+    return {name,       costs.forward,    costs.input,    costs.weight,
+            costs.full, costs.activation, held_of(costs), costs.working};
   }
 
   static void scale(PieceCosts& pieces, const Costs& measured, const Costs& wanted) {

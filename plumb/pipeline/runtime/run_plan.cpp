@@ -108,29 +108,6 @@ bool goes_back_to_inputs(const Action& action) {
   return action.kind == ActionKind::FullBackward || action.kind == ActionKind::BackwardInput;
 }
 
-void mark_backward_is_next(std::vector<RunAction>& actions) {
-  std::map<int, int> waiting;  // forwards by microbatch
-  for (size_t i = 0; i < actions.size(); ++i) {
-    const Action& action = actions[i].action;
-    auto is = [&](size_t later, ActionKind kind) {
-      if (later >= actions.size()) return false;
-      const Action& other = actions[later].action;
-      return other.kind == kind && other.stage == action.stage && other.microbatch == action.microbatch;
-    };
-    if (action.kind == ActionKind::Forward) {
-      const bool whole = is(i + 1, ActionKind::FullBackward) ||
-                         (is(i + 1, ActionKind::BackwardInput) && is(i + 2, ActionKind::BackwardWeight));
-      const bool others = waiting.size() > waiting.count(action.microbatch);
-      actions[i].backward_is_next = others && whole;
-      ++waiting[action.microbatch];
-    } else if (!action.is_compute()) {
-      continue;
-    } else if (action.kind != ActionKind::BackwardInput && --waiting[action.microbatch] == 0) {
-      waiting.erase(action.microbatch);
-    }
-  }
-}
-
 void add_compute_messages(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank, RunPlan& plan,
                           Indices& send_index, Indices& receive_index) {
   const auto& placement = schedule.placement;
@@ -222,7 +199,10 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
     const bool adds = run->action.kind == ActionKind::FullBackward || run->action.kind == ActionKind::BackwardWeight;
     run->completes_gradients = adds && seen.insert(run->action.stage).second;
   }
-  mark_backward_is_next(plan.actions);
+  std::vector<Action> row;
+  for (const RunAction& run : plan.actions) row.push_back(run.action);
+  const std::vector<bool> next = backward_is_next(row);
+  for (size_t i = 0; i < next.size(); ++i) plan.actions[i].backward_is_next = next[i];
   return plan;
 }
 

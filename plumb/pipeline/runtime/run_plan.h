@@ -55,8 +55,7 @@ struct RunAction {
   // message, or -1 where the other stage is on this rank.
   std::vector<int> receives, sends;
   bool completes_gradients = false;  // no later action adds to the stage's gradients
-  // This forward's backward is the next action and other microbatches are in flight, so recomputing would save little.
-  bool backward_is_next = false;
+  bool backward_is_next = false;     // see schedule.h
   // The hook that replaces this action, or null. It covers this action and the following together - 1, which it sees as
   // one action, `hooked`.
   const ActionHook* hook = nullptr;

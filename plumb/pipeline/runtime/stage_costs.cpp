@@ -64,6 +64,10 @@ class BusyRanks {
   std::vector<std::thread> threads_;
 };
 
+void drop_gradients(const Pipe& pipe) {
+  for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
+}
+
 // Drops the gradients of a pipe's stages, and puts them, the buffers and the random state back at the end of its scope.
 class PipeStateGuard {
  public:
@@ -75,7 +79,7 @@ class PipeStateGuard {
         if (attr.kind == AttrKind::Buffer && attr.tensor.defined()) guards_.back()->before_write(attr.tensor);
       }
     }
-    for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
+    drop_gradients(pipe);
   }
 
  private:
@@ -84,11 +88,18 @@ class PipeStateGuard {
 
 // A stage's measured times, a number a run, and bytes.
 struct Measured {
-  std::vector<double> forward, input, weight, full;
-  int64_t activation = 0, held = 0, working = 0;
+  struct Kind {
+    std::vector<double> seconds;
+    int64_t first = 0, working = 0;  // bytes besides those before or after: of the first run, the most of the others
+    void add(double time, int64_t bytes) {
+      if (seconds.empty()) first = bytes;
+      working = seconds.size() < 2 ? bytes : std::max(working, bytes);
+      seconds.push_back(time);
+    }
+  };
+  Kind forward, input, weight, full;
+  int64_t activation = 0, held = 0;
 };
-
-double least(const std::vector<double>& times) { return *std::ranges::min_element(times); }
 
 double middle(std::vector<double> times) {
   const auto at = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
@@ -105,9 +116,8 @@ class Run {
       const std::vector<Tensors>& made, const std::function<at::Tensor(const Tensors&)>* loss, LiveBytes& meter)
       : stage_(stage), meter_(meter), before_(meter.live()) {
     Tensors values;
-    std::vector<bool> wants;
     for (const StageInputPort& port : pipe.stage_inputs(index)) {
-      wants.push_back(!port.source.is_model_input());
+      from_stage_.push_back(!port.source.is_model_input());
       if (port.source.is_model_input()) {
         const c10::IValue& value = inputs.at(port.source.index);
         values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
@@ -116,23 +126,32 @@ class Run {
         forward_seconds_ += seconds_of([&] { values.push_back(value.defined() ? value.clone() : value); });
       }
     }
-    boundary_.emplace(values, wants);
+    boundary_.emplace(values, from_stage_);
     values.clear();
     forward(loss);
   }
 
   // Adds what the forward took, and the backward whole or in halves.
   void backward(bool halves, Measured& measured) {
-    measured.forward.push_back(forward_seconds_);
+    measured.forward.add(forward_seconds_, forward_working_);
     measured.activation = std::max(measured.activation, activation_);
-    if (halves) {
-      measured.input.push_back(input_half());
-      measured.held = std::max(measured.held, held_);
-      measured.weight.push_back(weight_half());
-    } else {
-      measured.full.push_back(timed([&] { stage_backward(handles_, gradients(), *boundary_); }));
-      measured.working = working_;  // the last run's: the first one makes the gradients
-    }
+    const int64_t before = meter_.live();
+    const auto done = [&] {
+      handles_.clear();
+      half_ = {};
+      boundary_.reset();
+    };
+    if (!halves) return add(measured.full, [&] { pack(stage_backward(handles_, gradients(), *boundary_)); }, done);
+    const auto input = [&] {
+      half_ = stage_backward_input(handles_, gradients(), *boundary_);
+      pack(std::exchange(half_.input_grads, {}));
+    };
+    add(measured.input, input, [&] { handles_.clear(); });
+    measured.held = std::max(measured.held, activation_ + meter_.live() - before);
+    const auto weight = [&] {
+      if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
+    };
+    add(measured.weight, weight, done);
   }
 
   Tensors outputs;  // for later stages: memory of their own
@@ -144,20 +163,12 @@ class Run {
     for (const at::Tensor& of : with_gradient_) made.push_back(at::ones_like(of));
     return made;
   }
-  double input_half() {
-    const int64_t before = meter_.live();
-    const double seconds = timed([&] { half_ = stage_backward_input(handles_, gradients(), *boundary_); });
-    int64_t returned = 0;
-    for (const auto& g : half_.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
-    handles_.clear();
-    held_ = activation_ + meter_.live() - before - returned;
-    half_.input_grads.clear();
-    return seconds;
-  }
-  double weight_half() {
-    return timed([&] {
-      if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
-    });
+  // Copies gradients for other stages, as a message has them.
+  void pack(const Tensors& input_grads) const {
+    Tensors copies;
+    for (size_t i = 0; i < input_grads.size(); ++i) {
+      if (from_stage_[i] && input_grads[i].defined()) copies.push_back(input_grads[i].clone());
+    }
   }
   template <class Function>
   double seconds_of(const Function& function) {
@@ -165,17 +176,20 @@ class Run {
     function();
     return done_by(stage_) - begin;
   }
-  template <class Function>
-  double timed(const Function& function) {
+  // `done` lets go of what an action leaves and its stage does not keep.
+  template <class Function, class Done>
+  void add(Measured::Kind& kind, const Function& function, const Done& done) {
     const int64_t before = meter_.live();
     meter_.restart_peak();
     const double seconds = seconds_of(function);
-    working_ = std::max(working_, meter_.peak() - std::max(before, meter_.live()));
-    return seconds;
+    const int64_t peak = meter_.peak();
+    done();
+    kind.add(seconds, peak - std::max(before, meter_.live()));
   }
   void forward(const std::function<at::Tensor(const Tensors&)>* loss) {
     Tensors results;
-    forward_seconds_ += timed([&] {
+    meter_.restart_peak();
+    forward_seconds_ += seconds_of([&] {
       std::optional<CheapRecompute> recompute;
       if (stage_.recompute == Recompute::Cheap) recompute.emplace();
       results = stage_.forward(boundary_->inputs());
@@ -196,65 +210,82 @@ class Run {
       handles_.push_back(backward_handle(out));
       with_gradient_.push_back(copy);
     }
+    const int64_t peak = meter_.peak();
     results.clear();
     boundary_->release_inputs();
     activation_ = std::max<int64_t>(0, meter_.live() - before_ - kept);
+    forward_working_ = peak - before_ - activation_;
   }
 
   GraphStage& stage_;
   LiveBytes& meter_;
   const int64_t before_;
+  std::vector<bool> from_stage_;  // by input: another stage's value
   std::optional<InputBoundary> boundary_;
   Tensors handles_, with_gradient_;  // for the backward: of outputs that want a gradient
   InputHalf half_;
   double forward_seconds_ = 0;
   int64_t activation_ = 0;  // bytes that wait for the backward
-  int64_t held_ = 0;        // and after the input half
-  int64_t working_ = 0;     // the most that an action took besides what there was before or after
+  int64_t forward_working_ = 0;
 };
 
-double message_seconds(const Pipe& pipe, int stage, const StageCostOptions& options) {
+double message_bytes(const Pipe& pipe, int stage) {
   double bytes = 0;
   for (const StageOutputPort& port : pipe.stage_outputs(stage)) {
     if (!port.consumers.empty()) bytes += static_cast<double>(bytes_of(port.meta));
   }
-  return options.seconds_per_message + bytes / options.bytes_per_second;
-}
-
-double resident_bytes(const Pipe& pipe, int stage, const StageCostOptions& options) {
-  double bytes = 0;
-  for (const Attr& attr : pipe.stage(stage)->state()) {
-    const bool trained = attr.kind == AttrKind::Parameter && attr.tensor.requires_grad();
-    bytes += static_cast<double>(attr.tensor.nbytes()) * (trained ? options.bytes_per_parameter_byte : 1);
-  }
   return bytes;
 }
 
-StageCosts empty_costs() { return {{.forward = {}, .input = {}, .weight = {}, .communication = {}}, {}, {}, 0}; }
-
-StageCosts costs_of(const Pipe& pipe, const std::vector<Measured>& measured, const StageCostOptions& options) {
-  StageCosts result = empty_costs();
-  double least_sum = 0, middle_sum = 0;
-  result.costs.held_for_weight.clear();
-  for (int s = 0; s < pipe.num_stages(); s++) {
-    const Measured& m = measured[s];
-    result.costs.forward.push_back(middle(m.forward));
-    result.costs.input.push_back(middle(m.input));
-    result.costs.weight.push_back(middle(m.weight));
-    result.costs.full.push_back(middle(m.full));
-    for (const auto* times : {&m.forward, &m.input, &m.weight, &m.full}) {
-      least_sum += least(*times);
-      middle_sum += middle(*times);
-    }
-    result.costs.communication.push_back(message_seconds(pipe, s, options));
-    result.costs.activation.push_back(static_cast<double>(m.activation));
+Costs measured_costs(const std::vector<Measured>& measured) {
+  Costs costs{.forward = {}, .input = {}, .weight = {}, .held_for_weight = {}, .working = {{}, {}, {}, {}, {}, {}}};
+  const auto add = [](const Measured::Kind& kind, std::vector<double>& seconds, std::vector<double>& working) {
+    seconds.push_back(middle(kind.seconds));
+    working.push_back(static_cast<double>(kind.working));
+  };
+  for (const Measured& m : measured) {
+    add(m.forward, costs.forward, costs.working.forward);
+    add(m.input, costs.input, costs.working.input);
+    add(m.weight, costs.weight, costs.working.weight);
+    add(m.full, costs.full, costs.working.full);
+    costs.working.first_weight.push_back(static_cast<double>(m.weight.first));
+    costs.working.first_full.push_back(static_cast<double>(m.full.first));
+    costs.activation.push_back(static_cast<double>(m.activation));
     const auto held = static_cast<double>(std::max<int64_t>(0, m.held));
-    result.costs.held_for_weight.push_back(m.activation > 0 ? held / static_cast<double>(m.activation) : 1);
-    result.resident.push_back(resident_bytes(pipe, s, options));
-    result.working.push_back(static_cast<double>(m.working));
+    costs.held_for_weight.push_back(m.activation > 0 ? held / static_cast<double>(m.activation) : 1);
   }
-  result.spread = least_sum > 0 ? middle_sum / least_sum - 1 : 0;
-  return result;
+  return costs;
+}
+
+// Adds messages, the memory of state, and that of gradients.
+void add_known(StageCosts& costs, const Pipe& pipe, const StageCostOptions& options) {
+  costs.costs.communication.clear();
+  for (int s = 0; s < pipe.num_stages(); s++) {
+    costs.costs.values.push_back(message_bytes(pipe, s));
+    costs.costs.communication.push_back(options.seconds_per_message +
+                                        costs.costs.values.back() / options.bytes_per_second);
+    double resident = 0, gradient = 0;
+    for (const Attr& attr : pipe.stage(s)->state()) {
+      const auto bytes = static_cast<double>(attr.tensor.nbytes());
+      const bool trained = attr.kind == AttrKind::Parameter && attr.tensor.requires_grad();
+      resident += bytes * (trained ? options.bytes_per_parameter_byte - 1 : 1);
+      gradient += trained ? bytes : 0;
+    }
+    costs.resident.push_back(resident);
+    costs.costs.gradient.push_back(gradient);
+  }
+}
+
+// Returns how far the middle of the runs is above the least, of all together.
+double spread_of(const std::vector<Measured>& measured) {
+  double least_sum = 0, middle_sum = 0;
+  for (const Measured& m : measured) {
+    for (const auto* kind : {&m.forward, &m.input, &m.weight, &m.full}) {
+      least_sum += *std::ranges::min_element(kind->seconds);
+      middle_sum += middle(kind->seconds);
+    }
+  }
+  return least_sum > 0 ? middle_sum / least_sum - 1 : 0;
 }
 
 }  // namespace
@@ -270,27 +301,49 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
     stages.push_back(std::make_unique<GraphStage>(pipe.stage(s), pipe.table(), s));
     if (!options.recompute.empty()) stages.back()->recompute = options.recompute.at(static_cast<size_t>(s));
   }
+  const int last = pipe.num_stages() - 1;
+  std::optional<Measured> whole_last;
+  if (stages[last]->recompute == Recompute::Cheap) whole_last.emplace();
   // As in a step, stages take turns and gradients are added to those of earlier microbatches.
   for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
     for (const bool halves : {false, true}) {
       std::vector<Tensors> made;
+      const auto run = [&](int s) {
+        const auto* loss = options.loss && s == last ? &options.loss : nullptr;
+        return std::make_unique<Run>(pipe, s, *stages[s], inputs, made, loss, meter);
+      };
+      if (repeat == 0) drop_gradients(pipe);
       std::vector<std::unique_ptr<Run>> runs;
-      for (int s = 0; s < pipe.num_stages(); s++) {
-        const auto* loss = options.loss && s + 1 == pipe.num_stages() ? &options.loss : nullptr;
-        runs.push_back(std::make_unique<Run>(pipe, s, *stages[s], inputs, made, loss, meter));
+      for (int s = 0; s <= last; s++) {
+        runs.push_back(run(s));
         made.push_back(runs.back()->outputs);
       }
-      for (int s = pipe.num_stages() - 1; s >= 0; s--) {
+      if (whole_last) {
+        stages[last]->recompute = Recompute::None;
+        run(last)->backward(halves, *whole_last);
+        stages[last]->recompute = Recompute::Cheap;
+        if (repeat == 0) drop_gradients(pipe);
+      }
+      for (int s = last; s >= 0; s--) {
         runs[s]->backward(halves, measured[s]);
         runs[s].reset();
       }
     }
   }
-  return costs_of(pipe, measured, options);
+  StageCosts result{.costs = measured_costs(measured), .spread = spread_of(measured)};
+  add_known(result, pipe, options);
+  if (whole_last) {
+    measured.back() = *whole_last;
+    result.whole_last = measured_costs(measured);
+    result.whole_last->communication = result.costs.communication;
+    result.whole_last->gradient = result.costs.gradient;
+    result.whole_last->values = result.costs.values;
+  }
+  return result;
 }
 
 StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
-  StageCosts result = empty_costs();
+  StageCosts result{.costs = {.forward = {}, .input = {}, .weight = {}}};
   for (int s = 0; s < pipe.num_stages(); s++) {
     const GraphCost cost = estimate_cost(*pipe.stage(s), {}, options.machine);
     double bytes = 0, loss = 0;
@@ -305,10 +358,9 @@ StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
     result.costs.forward.push_back(cost.forward() + loss);
     result.costs.input.push_back(cost.backward() / 2 + loss);
     result.costs.weight.push_back(cost.backward() / 2);
-    result.costs.communication.push_back(message_seconds(pipe, s, options));
     result.costs.activation.push_back(bytes);
-    result.resident.push_back(resident_bytes(pipe, s, options));
   }
+  add_known(result, pipe, options);
   return result;
 }
 
