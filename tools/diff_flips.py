@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.at, self.late, self.all_alike = flip.at, "rotten" in str(flip.kind), flip.kind == "wrong kernel"
         self.place, self.bits, self.recorded = flip.place, flip.bits, flip.recorded
-        self.phases: list[str] = []  # of each result of an operator call
+        self.phases: list[str] = []  # the phase of each result of an operator call
         self.wrong = None  # the operator of the victim
         self.made_of: list[torch.Tensor] = []  # the victim, and what is made of it and not recorded
         self.near: list[int] = []
