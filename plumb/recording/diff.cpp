@@ -39,15 +39,31 @@ struct Line {
   auto operator<=>(const Line&) const = default;
 };
 
-// The tensors of two runs in one list, in the order of the first.
+// The stages that have a tensor, by its key.
+std::map<std::string, std::set<int64_t>> stages_of(const std::vector<HistoryTensor>& tensors) {
+  std::map<std::string, std::set<int64_t>> stages;
+  for (const HistoryTensor& tensor : tensors) stages[key_of(tensor)].insert(tensor.stage);
+  return stages;
+}
+
+// The tensors of two runs in one list, in the order of the first. Modules that are stages by themselves have tensors of
+// equal names: these are apart where both runs have them in the same stages.
 class Lines {
  public:
-  explicit Lines(DiffReport& report) : report_(report) {}
+  Lines(DiffReport& report, const History& a, const History& b) : report_(report) {
+    const auto in_a = stages_of(a.tensors), in_b = stages_of(b.tensors);
+    for (const auto& [key, stages] : in_a) {
+      const auto other = in_b.find(key);
+      if (stages.size() > 1 && other != in_b.end() && stages == other->second) apart_.insert(key);
+    }
+  }
   // Returns the places of a run's tensors in the list.
   std::vector<size_t> add(const std::vector<HistoryTensor>& tensors) {
     std::vector<size_t> places;
     for (const HistoryTensor& tensor : tensors) {
-      const auto [at, is_new] = known_.try_emplace(key_of(tensor), report_.tensors.size());
+      std::string key = key_of(tensor);
+      if (apart_.contains(key)) key += "\n" + std::to_string(tensor.stage);
+      const auto [at, is_new] = known_.try_emplace(std::move(key), report_.tensors.size());
       places.push_back(at->second);
       if (!is_new) continue;
       report_.tensors.push_back({tensor});
@@ -59,6 +75,7 @@ class Lines {
  private:
   DiffReport& report_;
   std::map<std::string, size_t> known_;
+  std::set<std::string> apart_;
 };
 
 std::map<Line, Parts> lines_of(const History& history, const HistoryHashes& step, const std::vector<size_t>& places) {
@@ -81,6 +98,19 @@ const Hash* odd_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
     for (const Hash& each : *run)
       if (odd == nullptr || count[each.hash->hash] <= count[odd->hash->hash]) odd = &each;
   return odd;
+}
+
+// Returns the first tensor that another run has otherwise in the same place; null if there is none. Ranks of one run
+// may differ from each other: rows that are not known are other rows on each replica.
+const Hash* changed_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
+  for (size_t i = 0; i < b.size(); ++i)
+    if (a[i].hash->hash != b[i].hash->hash) return &b[i];
+  return nullptr;
+}
+
+bool same_places(const std::vector<Hash>& a, const std::vector<Hash>& b) {
+  const auto place = [](const Hash& each) { return std::pair(each.tensor->stage, each.tensor->rank); };
+  return std::ranges::equal(a, b, {}, place, place);
 }
 
 bool same_keys(const Parts& a, const Parts& b) {
@@ -115,7 +145,8 @@ class StepDiff {
     if (same_keys(a, b)) {
       int64_t microbatch = 0;
       for (const auto& [rows, hashes] : a) {
-        const Hash* odd = odd_one(hashes, b.at(rows));
+        const std::vector<Hash>& others = b.at(rows);
+        const Hash* odd = same_places(hashes, others) ? changed_one(hashes, others) : odd_one(hashes, others);
         place.first_row = rows.first, place.rows = rows.second;
         place.microbatch = a.size() > 1 ? microbatch++ : -1;
         if (odd != nullptr) place.rank = odd->tensor->rank, place.stage = odd->tensor->stage;
@@ -148,21 +179,27 @@ const HistoryHashes* find_step(const History& history, int64_t step) {
   return at == history.hashes.end() ? nullptr : &*at;
 }
 
-const HistoryRow* find_row(const History& history, int64_t step, const std::string& key, bool backward) {
+// Returns a tensor's row; that of the stage and rank, if one has it.
+const HistoryRow* find_row(const History& history, const Difference& place, const std::string& key) {
+  const bool backward = place.kind == DiffKind::Gradient;
+  const HistoryRow* found = nullptr;
   for (const HistoryStep& each : history.steps) {
-    if (each.step != step) continue;
-    for (const HistoryRow& row : each.rows)
-      if (row.backward == backward && key_of(history.tensors[row.tensor]) == key) return &row;
+    if (each.step != *place.step) continue;
+    for (const HistoryRow& row : each.rows) {
+      const HistoryTensor& tensor = history.tensors[row.tensor];
+      if (row.backward != backward || key_of(tensor) != key) continue;
+      if (tensor.stage == place.stage && tensor.rank == place.rank) return &row;
+      if (found == nullptr) found = &row;
+    }
   }
-  return nullptr;
+  return found;
 }
 
 // "std 0.5 against 0.25", of the first different tensor, where metrics stand beside its hashes.
 std::string statistics_of(const History& a, const History& b, const DiffReport& report) {
   const Difference& first = *report.first;
   const std::string key = key_of(report.tensors[first.tensor].tensor);
-  const bool backward = first.kind == DiffKind::Gradient;
-  const HistoryRow* rows[] = {find_row(a, *first.step, key, backward), find_row(b, *first.step, key, backward)};
+  const HistoryRow* rows[] = {find_row(a, first, key), find_row(b, first, key)};
   std::string text;
   if (rows[0] == nullptr || rows[1] == nullptr) return text;
   for (const char* name : {"mean_abs", "std", "abs_max", "nan_count"}) {
@@ -183,6 +220,25 @@ void add_missing(DiffReport& report, const std::map<Line, Parts>& a, const std::
     }
   };
   missing(a, b, report.only_a), missing(b, a, report.only_b);
+}
+
+// Returns for each input of a stage what it was elsewhere: the tensor of its name. If no other stage computes one of
+// that name, the input is made of what the stage before has without users.
+std::vector<std::vector<size_t>> values_sent(const std::vector<DiffTensor>& tensors, const std::vector<bool>& used) {
+  std::vector<std::vector<size_t>> sent(tensors.size());
+  std::map<std::string, size_t> made;
+  std::map<int64_t, std::vector<size_t>> ends;  // computed values without users, by stage
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const HistoryTensor& tensor = tensors[t].tensor;
+    const bool computed = tensor.operation.find("::") != std::string::npos;
+    if (computed && !used[t]) ends[tensor.stage].push_back(t);
+    if (!computed && tensor.operation != "input") continue;
+    const auto [at, is_new] = made.try_emplace(tensor.name, t);
+    if (computed) continue;
+    if (tensor.stage > 0 && tensors[at->second].tensor.operation == "input") sent[t] = ends[tensor.stage - 1];
+    if (!is_new) sent[t].push_back(at->second);
+  }
+  return sent;
 }
 
 at::Tensor ordered_bits(const at::Tensor& x) {
@@ -259,27 +315,25 @@ void conclude(DiffReport& report, std::vector<Compared> compared) {
   if (!report.first) return;
   // The first one reaches values by their inputs, gradients by those of their users and by values beside them.
   const size_t count = report.tensors.size();
-  std::map<std::string, size_t> made;  // a value by its name: what another stage gets as its input
-  std::vector<bool> value(count), gradient(count);
+  std::vector<bool> value(count), gradient(count), used(count);
   (report.first->kind == DiffKind::Gradient ? gradient : value)[report.first->tensor] = true;
   const bool in_graph = report.first->kind <= DiffKind::Gradient;
-  for (size_t t = 0; t < count; ++t) {
-    const HistoryTensor& tensor = report.tensors[t].tensor;
-    for (const uint32_t input : tensor.inputs) value[t] = value[t] || value[input];
-    if (const auto at = made.find(tensor.name); at != made.end() && value[at->second]) value[t] = true;
-    made.try_emplace(tensor.name, t);
-  }
-  // The loss, which is in no graph, depends on every value without users.
-  std::vector<bool> used(count);
   for (const DiffTensor& each : report.tensors)
     for (const uint32_t input : each.tensor.inputs) used[input] = true;
+  const std::vector<std::vector<size_t>> sent = values_sent(report.tensors, used);
+  for (size_t t = 0; t < count; ++t) {
+    const auto reach = [&](size_t from) { value[t] = value[t] || value[from]; };
+    std::ranges::for_each(report.tensors[t].tensor.inputs, reach);
+    std::ranges::for_each(sent[t], reach);
+  }
+  // The loss, which is in no graph, depends on every value without users.
   bool loss = false;
   for (size_t t = 0; t < count; ++t) loss = loss || (!used[t] && value[t]);
   for (size_t t = count; t-- > 0;) {
     const HistoryTensor& tensor = report.tensors[t].tensor;
     if (loss && !used[t]) gradient[t] = true;
     // The gradient of what another stage got is that of what was sent.
-    if (const auto at = made.find(tensor.name); at != made.end() && gradient[t]) gradient[at->second] = true;
+    for (const size_t from : sent[t]) gradient[from] = gradient[from] || gradient[t];
     for (const uint32_t input : tensor.inputs) {
       bool beside = value[t];
       for (const uint32_t other : tensor.inputs) beside = beside || (other != input && value[other]);
@@ -302,7 +356,7 @@ void conclude(DiffReport& report, std::vector<Compared> compared) {
 
 DiffReport diff(const History& a, const History& b, const DiffNames& names) {
   DiffReport report{names.a, names.b};
-  Lines lines(report);
+  Lines lines(report, a, b);
   const auto in_a = lines.add(a.tensors), in_b = lines.add(b.tensors);
   int64_t steps = 0;
   for (const HistoryHashes& step : a.hashes) {

@@ -48,7 +48,7 @@ struct Difference {
   std::optional<int64_t> step;
   int64_t first_row = 0, rows = 0;  // first row and row count of its microbatch; rows 0: not known
   int64_t microbatch = -1;          // -1: there is one, or none
-  int64_t rank = -1, stage = -1;    // the one that has another value than all others of both runs
+  int64_t rank = -1, stage = -1;    // where the value differs; -1: not known
   std::optional<TensorDistance> distance;
   std::string statistics;  // recorded beside the hashes, where they differ
 };

@@ -103,6 +103,47 @@ TEST_F(Diffs, AMicrobatchIsNamed) {
   EXPECT_THAT(report.conclusion(), HasSubstr("microbatch 2, rows 8 to 11"));
 }
 
+// Two stages that are modules by themselves: their tensors have the same names.
+TEST_F(Diffs, StagesWhoseTensorsHaveEqualNamesAreComparedApart) {
+  const at::Tensor x = randn_there({16, 8});
+  const auto step = [&](double bump, const char* name) {
+    const auto first = two_layers(), second = two_layers(bump);
+    Recorder recorder(RecordRules::parse(kHashes), file(name), {.part = true});
+    recorder.attach(*first, 0), recorder.attach(*second, 1);
+    second->run({first->run({x})[0].toTensor()})[0].toTensor().sum().backward();
+    recorder.step();
+    return read_history(file(name));
+  };
+  const History a = step(0.5, "a");
+  const DiffReport same = diff(a, a);
+  EXPECT_FALSE(same.first) << same.to_text();
+  EXPECT_EQ(same.compared, 24);
+  const DiffReport report = diff(a, step(0.25, "b"));
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.name, "down.weight");
+  EXPECT_EQ(report.first->stage, 1);
+  EXPECT_EQ(report.following, report.differing - 1);
+}
+
+// Each rank has other rows of which nobody knows the numbers.
+TEST_F(Diffs, RanksWithOtherRowsAreComparedEachWithItself) {
+  const auto run = [&](double of_second, const char* name) {
+    std::vector<History> ranks;
+    for (const double value : {1.0, of_second}) {
+      Recorder recorder(RecordRules(), file(c10::str(name, value)), {.part = true});
+      recorder.add_hash({.name = "y", .operation = "aten::relu", .stage = 0}, at::full({4}, value));
+      recorder.step();
+      ranks.push_back(read_history(file(c10::str(name, value))));
+    }
+    return merge_histories(std::move(ranks));
+  };
+  const History a = run(2, "a");
+  EXPECT_FALSE(diff(a, run(2, "b")).first);
+  const DiffReport report = diff(a, run(3, "c"));
+  ASSERT_TRUE(report.first);
+  EXPECT_EQ(report.first->rank, 1);
+}
+
 TEST_F(Diffs, OtherMicrobatchesAreComparedByTheirSums) {
   // Products may see the number of rows: the model has none.
   const auto pointwise = [](int rows) {

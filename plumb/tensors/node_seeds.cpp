@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "plumb/core/mix_bits.h"
-#include "plumb/tensors/run_rows.h"
 
 namespace plumb {
 namespace {
@@ -23,14 +22,12 @@ NodeSeeds::NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators, 
       place_(place),
       rows_(rows),
       generators_(std::move(generators)),
-      before_(std::exchange(seeds_of_run, this)) {
-  rows_of_run = RunRows{static_cast<std::int64_t>(place_), rows_};
-}
-NodeSeeds::~NodeSeeds() {
-  seeds_of_run = before_;
-  rows_of_run.reset();
-  if (before_ != nullptr) rows_of_run = RunRows{static_cast<std::int64_t>(before_->place_), before_->rows_};
-}
+      before_(std::exchange(seeds_of_run, this)),
+      running_({static_cast<std::int64_t>(place), rows}) {}
+NodeSeeds::~NodeSeeds() { seeds_of_run = before_; }
+
+RunningRows::RunningRows(const RunRows& rows) : before_(std::exchange(rows_of_run, rows)) {}
+RunningRows::~RunningRows() { rows_of_run = before_; }
 
 std::optional<RunRows> running_rows() { return rows_of_run; }
 

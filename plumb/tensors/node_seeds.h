@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "plumb/tensors/run_rows.h"
+
 namespace plumb {
 
 // While it lives, plans that run on this thread seed these generators anew for every random node, from `seed`, `place`
@@ -16,6 +18,7 @@ namespace plumb {
 //
 // `rows`, if known: number of rows of the batch that runs; `place`: the number of the first one. Dropout
 // then draws row by row, so that its masks do not depend on how the batch is cut into microbatches (run_by_rows()).
+// They are the RunningRows, too.
 class NodeSeeds {
  public:
   NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators, std::uint64_t place = 0, std::int64_t rows = 0);
@@ -30,6 +33,7 @@ class NodeSeeds {
   std::int64_t rows_;
   std::vector<at::Generator> generators_;
   NodeSeeds* before_;
+  RunningRows running_;
 };
 
 std::uint64_t seed_of_name(std::string_view name);

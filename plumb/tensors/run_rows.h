@@ -11,7 +11,19 @@ struct RunRows {
   std::int64_t count = 0;  // 0: not known
 };
 
-// Returns those of this thread's NodeSeeds (node_seeds.h); nullopt without one.
+// While it lives, these rows run on this thread. They may be inside of others.
+class RunningRows {
+ public:
+  explicit RunningRows(const RunRows& rows);
+  ~RunningRows();
+  RunningRows(const RunningRows&) = delete;
+  RunningRows& operator=(const RunningRows&) = delete;
+
+ private:
+  std::optional<RunRows> before_;
+};
+
+// Returns those of this thread's innermost RunningRows; nullopt without one.
 std::optional<RunRows> running_rows();
 
 }  // namespace plumb

@@ -106,10 +106,9 @@ Register analysis_part([](py::module_& m) {
           py::arg("scalars"))
       .def(
           "add_hash",
-          [](PythonRecorder& r, const std::string& name, const std::string& kind, const at::Tensor& values) {
-            r.get().add_hash({.name = name, .operation = kind}, values);
-          },
-          py::arg("name"), py::arg("kind"), py::arg("values"))
+          [](PythonRecorder& r, const std::string& name, const std::string& kind, const at::Tensor& values,
+             int64_t stage) { r.get().add_hash({.name = name, .operation = kind, .stage = stage}, values); },
+          py::arg("name"), py::arg("kind"), py::arg("values"), py::arg("stage"))
       .def("written", [](PythonRecorder& r) { return r.get().written(); })
       .def("current_step", [](PythonRecorder& r) { return r.get().current_step(); })
       .def(
@@ -156,9 +155,10 @@ Register analysis_part([](py::module_& m) {
            })
       .def("hashes",
            [](const History& history) {
-             std::vector<std::tuple<int64_t, uint32_t, bool, uint64_t>> out;
+             std::vector<std::tuple<int64_t, uint32_t, bool, uint64_t, int64_t>> out;
              for (const HistoryHashes& step : history.hashes)
-               for (const HistoryHash& h : step.hashes) out.emplace_back(step.step, h.tensor, h.backward, h.hash);
+               for (const HistoryHash& h : step.hashes)
+                 out.emplace_back(step.step, h.tensor, h.backward, h.hash, h.first);
              return out;
            })
       .def("columns", &columns)

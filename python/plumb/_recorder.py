@@ -116,6 +116,7 @@ class Recorder:
         file = os.fsencode(path) + (b"" if rank is None else b".rank%d" % rank)
         self._engine = _C.Recorder(loaded, file, append, part)
         self._places = [self._take_over(m, n) for n, m in modules.items()]
+        self._stages = list(modules)
 
     def _take_over(self, module: nn.Module, stage: int) -> tuple[nn.Module, Any, _RecordedForward]:
         """Returns the module, its forward as it was, and the one that it has now."""
@@ -146,14 +147,15 @@ class Recorder:
         """Adds hashes of the modules' parameters and buffers, and of the optimizer's state, to the running step: between
         ``optimizer.step()`` and ``step()``, for :func:`plumb.diff`."""
         names = {}
-        for module, _, _ in self._places:
+        for stage, (module, _, _) in zip(self._stages, self._places):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                names[tensor] = name
-                self._engine.add_hash(name, "state", tensor.detach())
+                names[tensor] = name, stage
+                self._engine.add_hash(name, "state", tensor.detach(), stage)
         for parameter, state in optimizer.state.items() if optimizer else ():
             for key, value in state.items():
                 if parameter in names and isinstance(value, torch.Tensor):
-                    self._engine.add_hash(f"{key}/{names[parameter]}", "optimizer", value)
+                    name, stage = names[parameter]
+                    self._engine.add_hash(f"{key}/{name}", "optimizer", value, stage)
 
     @property
     def current_step(self) -> int:

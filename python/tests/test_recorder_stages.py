@@ -1,4 +1,5 @@
-"""One recorder for several stages of a pipeline: what it measures is what one process measures."""
+"""One recorder for several stages of a pipeline: what it measures is what one process measures, and what differs is named
+with its stage and rank."""
 
 import copy
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from pipelines import Block
 from plumb.pipelining import PipelineStage
 from plumb.pipelining.schedules import get_schedule_class
@@ -92,6 +94,72 @@ def test_ranks_with_two_stages_each_record_what_one_process_records(tmp_path):
     equal(rows(tmp_path / "pipeline"), rows(tmp_path / "alone"))
     by_rank = {(t["rank"], t["stage"]) for t in plumb.read_history(tmp_path / "pipeline").tensors}
     assert by_rank == {(0, 0), (0, 3), (1, 1), (1, 2)}
+
+
+def hashed(modules, stages, name, path, x, target, flip=lambda step: None, rank=None):
+    """Two steps whose tensors and state are hashed; `flip` is called before each."""
+    rules = path.with_name(f"{path.name}.toml{rank}")
+    rules.write_text('[[rule]]\nevery = 1\nstatistics = ["hash"]\n')
+    schedule = get_schedule_class(name)(stages if len(stages) > 1 else stages[0], 4, nn.MSELoss())
+    optimizer = torch.optim.AdamW([p for m in modules.values() for p in m.parameters()], lr=1e-2)
+    first, last = stages[0].is_first, stages[-1].is_last
+    with plumb.Recorder(modules, rules, path, rank=rank) as recorder:
+        for step in (1, 2):
+            flip(step)
+            optimizer.zero_grad()
+            schedule.step(*([x] if first else []), **({"target": target} if last else {}))
+            optimizer.step()
+            recorder.hash_state(optimizer)
+            recorder.step()
+
+
+def test_a_difference_is_named_with_its_stage_where_stages_have_equal_names(tmp_path):
+    def run(path, stage=None):
+        modules, x, target = made(3)
+        stages = [PipelineStage(m, i, 3, "cpu") for i, m in enumerate(modules)]
+
+        def flip(step):
+            if step == 2 and stage is not None:
+                modules[stage].up.weight.data[1, 3] += 1
+
+        hashed(dict(enumerate(modules)), stages, "Interleaved1F1B", path, x, target, flip)
+        return str(path)
+
+    calm = run(tmp_path / "a")
+    assert plumb.diff(calm, run(tmp_path / "b")).equal
+    for stage in range(3):
+        found = plumb.diff(calm, run(tmp_path / f"spoiled{stage}", stage))
+        first = found.first
+        assert (first["step"], first["tensor"], first["stage"]) == (2, "up.weight", stage), found
+        assert found.following == found.differing - 1, found
+
+
+def _replica(rank, size, folder):
+    replica, index = divmod(rank, 2)
+    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alike = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for name in ("a", "b", "input", "bias"):
+        modules, x, target = made(2)
+        whole = nn.parallel.DistributedDataParallel(modules[index], process_group=alike[index])
+        stages = [PipelineStage(whole, index, 2, "cpu", group=pipes[replica])]
+        x, target = x.chunk(2)[replica].clone(), target.chunk(2)[replica]
+
+        def flip(step, name=name, x=x, bias=modules[index].down.bias):
+            if (step, name, rank) == (2, "input", 2):
+                x[4, 2] += 1  # the third of its four microbatches, the seventh of all
+            if (step, name, rank) == (2, "bias", 3):
+                bias.data[1] += 1
+
+        hashed({index: modules[index]}, stages, "1F1B", folder / name, x, target, flip, rank)
+
+
+def test_a_difference_is_named_with_its_rank_where_replicas_have_other_rows(tmp_path):
+    ranks.run(_replica, 4, tmp_path)
+    assert plumb.diff(tmp_path / "a", tmp_path / "b").equal
+    for name, where in (("input", ["x", 0, 2, 6]), ("bias", ["down.bias", 1, 3, -1])):
+        found = plumb.diff(tmp_path / "a", tmp_path / name)
+        assert found.first["step"] == 2, found
+        assert [found.first[key] for key in ("tensor", "stage", "rank", "microbatch")] == where, found
 
 
 def test_what_is_no_dict_of_stages_is_refused(tmp_path):

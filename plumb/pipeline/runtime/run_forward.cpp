@@ -189,11 +189,13 @@ void StageRunner::run_function(LocalStage& stage, Slot& slot, int m, std::option
   }
   complete_sizes(slot, m);
   if (training && stage.buffers) stage.buffers->begin_microbatch(m);
-  std::optional<NodeSeeds> seeds;
   const int64_t rows = first_rows.empty() ? 0 : first_rows[static_cast<size_t>(m) + 1] - first_rows[m];
-  if (setup.options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
-  slot.results = stage.function->run(in, {m, slot.sizes});
-  seeds.reset();
+  {
+    const RunningRows running({static_cast<int64_t>(place_of_microbatch(m)), rows});
+    std::optional<NodeSeeds> seeds;
+    if (setup.options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
+    slot.results = stage.function->run(in, {m, slot.sizes});
+  }
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
   const bool counted = !setup.layout.dynamic_outputs &&
                        (stage.stage != setup.last_stage() || setup.options.loss || setup.options.return_outputs);
