@@ -83,7 +83,7 @@ class Search {
   std::vector<PlanCandidate> seeds(const std::vector<ScheduleChoice>& named) const;
   StageTimes times_of(const PlanCandidate& c, std::size_t scenario) const {
     StageTimes times = scenarios_[scenario].times(c.stages, c.rank, ranks_, pieces_.latency * (scenario == 1 ? 4 : 1));
-    times.costs = schedule_internal::with_values_of_ranks(std::move(times.costs), c.rank);
+    times.costs = schedule_internal::RankCosts(std::move(times.costs), c.rank);
     return times;
   }
   PlanScore score(const PlanCandidate& c, double give_up, TableRows* rows = nullptr);

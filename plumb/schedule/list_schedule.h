@@ -14,7 +14,7 @@ inline constexpr double kForever = std::numeric_limits<double>::infinity();
 
 // Costs of a table's stages, one entry a stage.
 struct StageTimes {
-  Costs costs;
+  RankCosts costs;
   std::vector<int> rank;         // by stage
   std::vector<double> resident;  // by rank
 };

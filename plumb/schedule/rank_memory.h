@@ -2,31 +2,45 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "plumb/schedule/simulate.h"
 
 namespace plumb::schedule_internal {
 
-// Returns these costs without Costs::values that go to another rank. Both have one entry a stage.
-inline Costs with_values_of_ranks(Costs costs, const std::vector<int>& ranks) {
-  for (std::size_t s = 0; s < costs.values.size(); ++s) {
-    if (s + 1 >= ranks.size() || ranks[s] != ranks[s + 1]) costs.values[s] = 0;
+// Costs with one entry a stage, for stages that are on these ranks: `values` stay on their rank, `sent` go to another.
+struct RankCosts : Costs {
+  RankCosts() = default;
+  RankCosts(Costs costs, const std::vector<int>& ranks) : Costs(std::move(costs)), sent(values.size(), 0) {
+    for (std::size_t s = 0; s + 1 < values.size(); ++s) {
+      if (ranks[s] != ranks[s + 1]) std::swap(values[s], sent[s]);
+    }
+    if (!values.empty()) values.back() = 0;
   }
-  return costs;
+  std::vector<double> sent;
+};
+
+// Returns the entry of what an action makes for another stage: values that leave its own, or gradients of those before.
+inline double made_by(ActionKind kind, int stage, const std::vector<double>& values) {
+  if (kind == ActionKind::Forward) return values[stage];
+  return kind == ActionKind::BackwardWeight || stage == 0 ? 0 : values[stage - 1];
+}
+// Returns the entry of what it has from another stage.
+inline double taken_by(ActionKind kind, int stage, const std::vector<double>& values) {
+  if (kind == ActionKind::Forward) return stage == 0 ? 0 : values[stage - 1];
+  return kind == ActionKind::BackwardWeight ? 0 : values[stage];
 }
 
 // Returns what an action leaves behind or lets go, in the unit of costs.activation, but for the gradients that come
-// with a stage's first weight backward. `costs` has one entry a stage, and Costs::values for stages of this rank alone.
-inline double memory_change(const Costs& costs, ActionKind kind, int stage) {
+// with a stage's first weight backward.
+inline double memory_change(const RankCosts& costs, ActionKind kind, int stage) {
   const double size = costs.activation[stage], held = size * costs.held_for_weight[stage];
-  const double going_on = costs.values[stage] - (stage > 0 ? costs.values[stage - 1] : 0);
-  switch (kind) {
-    case ActionKind::Forward: return size + going_on;
-    case ActionKind::BackwardInput: return held - size - going_on;
-    case ActionKind::BackwardWeight: return -held;
-    default: return -size - going_on;
-  }
+  const double own = kind == ActionKind::Forward          ? size
+                     : kind == ActionKind::BackwardInput  ? held - size
+                     : kind == ActionKind::BackwardWeight ? -held
+                                                          : -size;
+  return own + made_by(kind, stage, costs.values) - taken_by(kind, stage, costs.values);
 }
 
 // The lists of Costs::Working.
@@ -37,8 +51,8 @@ inline constexpr std::vector<double> Costs::Working::*kWorking[] = {
 // Counts along a rank's row. Time plays no part: a rank does one thing after the other.
 class RankMemory {
  public:
-  // `costs` has one entry a stage and outlives this; `resident`: there from the beginning.
-  explicit RankMemory(const Costs& costs, double resident = 0)
+  // `costs` outlives this; `resident`: there from the beginning.
+  explicit RankMemory(const RankCosts& costs, double resident = 0)
       : costs_(&costs), held_(resident), peak_(resident), has_gradients_(costs.activation.size(), 0) {}
 
   // Returns true if that is more than there ever was.
@@ -53,16 +67,20 @@ class RankMemory {
                           : kind == ActionKind::BackwardInput  ? of.input
                           : kind == ActionKind::BackwardWeight ? (first ? of.first_weight : of.weight)
                                                                : (first ? of.first_full : of.full);
-    const double most = std::max(before, held_) + working[stage];
+    // What it works in has the values that come and go. At the end they are copied to a message.
+    const double without = std::max(before - taken_by(kind, stage, costs_->values),  //
+                                    held_ - made_by(kind, stage, costs_->values));
+    const double most = std::max({before, held_ + 2 * made_by(kind, stage, costs_->sent), without + working[stage]});
     if (most <= peak_) return false;
     peak_ = most;
     return true;
   }
+  void hold(double more) { held_ += more; }
   double held() const { return held_; }
   double peak() const { return peak_; }
 
  private:
-  const Costs* costs_;
+  const RankCosts* costs_;
   double held_, peak_;
   std::vector<char> has_gradients_;  // by stage
 };

@@ -15,6 +15,7 @@ namespace plumb {
 namespace {
 
 using schedule_internal::memory_change;
+using schedule_internal::RankCosts;
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
@@ -39,7 +40,7 @@ struct Score {
 // Plays a step of the pipeline through in time, every rank choosing by its habit.
 class Player {
  public:
-  Player(int num_ranks, int num_microbatches, const Costs& costs, double limit)
+  Player(int num_ranks, int num_microbatches, const RankCosts& costs, double limit)
       : ranks_(num_ranks), microbatches_(num_microbatches), costs_(costs), limit_(limit * (1 + 1e-9)) {}
 
   Score play(const std::vector<Habit>& habits, std::vector<std::vector<Action>>* rows = nullptr) {
@@ -140,7 +141,7 @@ class Player {
   void notify(int rank, double now) { wake(rank, std::max(now, state_[rank].free)); }
 
   int ranks_, microbatches_;
-  const Costs& costs_;
+  const RankCosts& costs_;
   double limit_;
   const std::vector<Habit>* habits_ = nullptr;
   std::vector<std::vector<Action>>* rows_ = nullptr;
@@ -152,7 +153,7 @@ class Player {
 // A table as the order of kinds in every rank; microbatches are counted. Timed, then changed along its critical path.
 class Orders {
  public:
-  Orders(const std::vector<std::vector<Action>>& rows, int num_microbatches, const Costs& costs, double limit)
+  Orders(const std::vector<std::vector<Action>>& rows, int num_microbatches, const RankCosts& costs, double limit)
       : microbatches_(num_microbatches), costs_(costs), limit_(limit * (1 + 1e-9)), rows_(rows) {
     ends_.resize(rows.size());
     for (std::size_t rank = 0; rank < rows.size(); ++rank) ends_[rank].resize(rows[rank].size());
@@ -275,7 +276,7 @@ class Orders {
   }
 
   int microbatches_;
-  const Costs& costs_;
+  const RankCosts& costs_;
   double limit_;
   std::vector<std::vector<Action>> rows_;
   std::vector<std::vector<double>> ends_;
@@ -357,8 +358,7 @@ int improve(Orders& orders, int most_tables, std::mt19937_64& random) {
 SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& given, const SearchOptions& options) {
   SearchResult result;
   result.schedule = schedule_internal::new_table("Searched", num_ranks, num_microbatches, 1, false);
-  Costs costs = given.for_stages(num_ranks, num_ranks);
-  std::ranges::fill(costs.values, 0);  // every stage has a rank of its own
+  const RankCosts costs(given.for_stages(num_ranks, num_ranks), loop_placement(num_ranks, 1).ranks);
   double largest = *std::ranges::max_element(costs.activation);
   if (!(options.memory_limit >= largest * (1 - 1e-9))) {
     throw Error(ErrorKind::InvalidArgument, "not even one microbatch fits in the memory limit", "",

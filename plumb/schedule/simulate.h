@@ -28,8 +28,11 @@ struct Costs {
   // Memory of a stage's gradients, there from its first weight or full backward on; empty: none.
   std::vector<double> gradient = {};
   // Memory of the values that leave a stage, and of the gradients that come back for them. It is held from one stage's
-  // action to the next stage's where both are on one rank. Empty: none.
+  // action to the next stage's where both are on one rank, and where a message comes before its turn. Empty: none.
   std::vector<double> values = {};
+  // Memory of a buffer for such a message that is posted ahead; two are for each peer, and one is under way. 0, or
+  // empty: messages are taken as they come.
+  std::vector<double> buffers = {};
   // Memory that actions take while they run, besides what there is before or after them.
   struct Working {
     std::vector<double> forward = {0}, input = {0}, weight = {0}, full = {0};

@@ -95,10 +95,25 @@ TEST(Simulate, CountsValuesThatWaitForTheNextStageOnTheirRank) {
   Costs costs;
   costs.activation = {10};
   costs.values = {3};
-  // Two values wait, then two gradients; on another rank none do.
+  // Two values wait, then two gradients.
   EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n"), costs).max_peak_memory(), 40);
   EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1\n"), costs).max_peak_memory(), 33);
-  EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"), costs).max_peak_memory(), 20);
+  // For another rank they are copied to a message.
+  EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"), costs).max_peak_memory(), 26);
+}
+
+TEST(Simulate, CountsMessagesThatComeBeforeTheirTurnAndBuffersForThem) {
+  // Rank 0 sends the second value before the first gradient, which is what rank 1 waits for.
+  const Schedule schedule = parse_csv("0F0,0F1,2F0,2B0,2F1,2B1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+  Costs costs;
+  costs.activation = {10, 10, 10};
+  costs.values = {3, 0, 0};
+  const auto peak = [&] { return simulate_schedule(schedule, costs).peak_memory.at(1); };
+  EXPECT_EQ(peak(), 10 + 3);
+  costs.working.full = costs.working.first_full = {0, 1, 0};
+  EXPECT_EQ(peak(), 10 + 3 + 1);
+  costs.buffers = {100, 0, 0};
+  EXPECT_EQ(peak(), 10 + 100 + 1);  // one is left
 }
 
 TEST(Simulate, TakesForwardOnlyTables) { EXPECT_EQ(simulate_schedule(forward_only(gpipe_schedule(3, 4))).makespan, 6); }

@@ -144,25 +144,37 @@ class Planner {
     say("searching");
     JointOptions options{
         .stages_per_rank = request_.stages_per_rank, .names = names, .tables = request_.tables, .seed = request_.seed};
+    const std::vector<std::string> values = cut_values(module_, *pieces);
     const ScheduleChoice* named = planned_.best_named();
-    options.memory_limit =
-        std::isfinite(request_.memory_limit) || named == nullptr ? request_.memory_limit : named->peak();
-    const JointResult found = [&] {
+    const bool given = std::isfinite(request_.memory_limit) || named == nullptr;
+    const double limit = given ? request_.memory_limit : named->peak();
+    options.memory_limit = limit;
+    std::optional<ScheduleChoice> choice;
+    // By their pieces plans take a little less or more than by their stages, and messages that wait are not among it.
+    for (int tries = 0; tries < 3; ++tries) {
       try {
-        return joint_search(request_.ranks, request_.microbatches, costs, options);
+        choice = choice_of(joint_search(request_.ranks, request_.microbatches, costs, options), costs, values);
+        const double excess = choice->peak() - limit;
+        if (!(excess > (given ? 0 : 0.01 * limit))) break;
+        options.memory_limit -= excess;
       } catch (const Error&) {
-        // By their pieces, named schedules may just miss the limit that one keeps by its stages.
-        if (std::isfinite(request_.memory_limit)) throw;
+        if (choice) break;
+        if (given) throw;
         options.memory_limit = request_.memory_limit;
-        return joint_search(request_.ranks, request_.microbatches, costs, options);
       }
-    }();
-    const std::vector<std::string> names_of_pieces = cut_values(module_, *pieces);
+    }
+    planned_.choices.push_back(std::move(*choice));
+    sort_choices(planned_.choices);
+  }
+
+  // Times what was found with stages of its own. `values`: where the pieces are cut.
+  ScheduleChoice choice_of(const JointResult& found, const PieceCosts& costs, const std::vector<std::string>& values) {
     CutOptions cuts;
     for (size_t s = 1; s < found.stages.begins.size(); ++s)
-      cuts.before.push_back(names_of_pieces[static_cast<size_t>(found.stages.begins[s]) - 1]);
+      cuts.before.push_back(values[static_cast<size_t>(found.stages.begins[s]) - 1]);
     const int stages = found.schedule.num_stages();
     planned_.joint_pipe = cut(module_, stages, cuts, "the plan");
+    planned_.joint_recompute.clear();
     std::vector<Recompute> recompute;
     for (const int way : found.stages.ways) {
       planned_.joint_recompute.push_back(costs.ways[static_cast<size_t>(way)].recompute);
@@ -174,11 +186,11 @@ class Planner {
         .name = kJoint, .stages_per_rank = (stages + request_.ranks - 1) / request_.ranks, .schedule = found.schedule};
     fill_choice(choice, own, request_.memory_limit);
     const Costs full = own.costs.for_stages(stages, request_.ranks);
+    planned_.bound = 0;
     for (size_t s = 0; s < full.forward.size(); ++s)
       planned_.bound += full.forward[s] + std::min(full.full[s], full.input[s] + full.weight[s]);
     planned_.bound *= static_cast<double>(request_.microbatches) / request_.ranks;
-    planned_.choices.push_back(std::move(choice));
-    sort_choices(planned_.choices);
+    return choice;
   }
 
   const GraphModule& module_;

@@ -21,6 +21,8 @@
 #include "plumb/core/error.h"
 #include "plumb/partition/cost.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/pipeline/transport/host_rings.h"
+#include "plumb/pipeline/transport/message.h"
 
 namespace plumb {
 namespace {
@@ -122,10 +124,10 @@ class Run {
         const c10::IValue& value = inputs.at(port.source.index);
         values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
       } else {
-        const at::Tensor& value = made[port.source.stage][port.source.index];
-        forward_seconds_ += seconds_of([&] { values.push_back(value.defined() ? value.clone() : value); });
+        values.push_back(made[port.source.stage][port.source.index]);
       }
     }
+    forward_seconds_ += seconds_of([&] { receive(pipe.stage_inputs(index), values); });
     boundary_.emplace(values, from_stage_);
     values.clear();
     forward(loss);
@@ -141,15 +143,16 @@ class Run {
       half_ = {};
       boundary_.reset();
     };
-    if (!halves) return add(measured.full, [&] { pack(stage_backward(handles_, gradients(), *boundary_)); }, done);
+    if (!halves) return add(measured.full, [&] { return stage_backward(handles_, gradients(), *boundary_); }, done);
     const auto input = [&] {
       half_ = stage_backward_input(handles_, gradients(), *boundary_);
-      pack(std::exchange(half_.input_grads, {}));
+      return std::exchange(half_.input_grads, {});
     };
     add(measured.input, input, [&] { handles_.clear(); });
     measured.held = std::max(measured.held, activation_ + meter_.live() - before);
     const auto weight = [&] {
       if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
+      return Tensors();
     };
     add(measured.weight, weight, done);
   }
@@ -163,7 +166,28 @@ class Run {
     for (const at::Tensor& of : with_gradient_) made.push_back(at::ones_like(of));
     return made;
   }
-  // Copies gradients for other stages, as a message has them.
+  // Copies what comes from other stages. A stage's message is one piece of memory on the CPU.
+  static void receive(const std::vector<StageInputPort>& ports, Tensors& values) {
+    const at::NoGradGuard no_grad;
+    std::map<int, std::vector<size_t>> messages;
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (!ports[i].source.is_model_input() && values[i].defined()) messages[ports[i].source.stage].push_back(i);
+    }
+    for (const auto& [stage, inputs] : messages) {
+      constexpr int64_t kAlign = 64;
+      const auto space = [&](size_t i) { return (static_cast<int64_t>(values[i].nbytes()) + kAlign - 1) & -kAlign; };
+      int64_t bytes = 0;
+      for (const size_t i : inputs) bytes += space(i);
+      const at::Tensor memory = at::empty({bytes}, at::kByte);
+      int64_t begin = 0;
+      for (const size_t i : inputs) {
+        const at::Tensor part = memory.narrow(0, std::exchange(begin, begin + space(i)), values[i].nbytes());
+        values[i] = values[i].is_cpu() ? part.view(values[i].scalar_type()).view(values[i].sizes()).copy_(values[i])
+                                       : values[i].clone();
+      }
+    }
+  }
+  // Copies gradients for other stages, as a message does.
   void pack(const Tensors& input_grads) const {
     Tensors copies;
     for (size_t i = 0; i < input_grads.size(); ++i) {
@@ -181,8 +205,12 @@ class Run {
   void add(Measured::Kind& kind, const Function& function, const Done& done) {
     const int64_t before = meter_.live();
     meter_.restart_peak();
-    const double seconds = seconds_of(function);
-    const int64_t peak = meter_.peak();
+    int64_t peak = 0;
+    const double seconds = seconds_of([&] {
+      const Tensors input_grads = function();
+      peak = meter_.peak();
+      pack(input_grads);
+    });
     done();
     kind.add(seconds, peak - std::max(before, meter_.live()));
   }
@@ -197,6 +225,7 @@ class Run {
       recompute.reset();
       if (loss != nullptr) results = {(*loss)(results)};
     });
+    const int64_t peak = meter_.peak();
     int64_t kept = 0;
     for (auto& out : results) {
       at::Tensor copy;
@@ -210,7 +239,6 @@ class Run {
       handles_.push_back(backward_handle(out));
       with_gradient_.push_back(copy);
     }
-    const int64_t peak = meter_.peak();
     results.clear();
     boundary_->release_inputs();
     activation_ = std::max<int64_t>(0, meter_.live() - before_ - kept);
@@ -229,10 +257,10 @@ class Run {
   int64_t forward_working_ = 0;
 };
 
-double message_bytes(const Pipe& pipe, int stage) {
-  double bytes = 0;
+int64_t message_bytes(const Pipe& pipe, int stage) {
+  int64_t bytes = 0;
   for (const StageOutputPort& port : pipe.stage_outputs(stage)) {
-    if (!port.consumers.empty()) bytes += static_cast<double>(bytes_of(port.meta));
+    if (!port.consumers.empty()) bytes += bytes_of(port.meta);
   }
   return bytes;
 }
@@ -261,15 +289,18 @@ Costs measured_costs(const std::vector<Measured>& measured) {
 void add_known(StageCosts& costs, const Pipe& pipe, const StageCostOptions& options) {
   costs.costs.communication.clear();
   for (int s = 0; s < pipe.num_stages(); s++) {
-    costs.costs.values.push_back(message_bytes(pipe, s));
-    costs.costs.communication.push_back(options.seconds_per_message +
-                                        costs.costs.values.back() / options.bytes_per_second);
+    const int64_t bytes = message_bytes(pipe, s);
+    costs.costs.values.push_back(static_cast<double>(bytes));
+    const auto seconds = static_cast<double>(bytes) / options.bytes_per_second;
+    costs.costs.communication.push_back(options.seconds_per_message + seconds);
+    const int64_t buffer = wire::class_bytes(wire::size_class(bytes + static_cast<int64_t>(sizeof(wire::Prologue))));
+    costs.costs.buffers.push_back(buffer > HostRings::kLongest ? static_cast<double>(buffer) : 0);
     double resident = 0, gradient = 0;
     for (const Attr& attr : pipe.stage(s)->state()) {
-      const auto bytes = static_cast<double>(attr.tensor.nbytes());
+      const auto size = static_cast<double>(attr.tensor.nbytes());
       const bool trained = attr.kind == AttrKind::Parameter && attr.tensor.requires_grad();
-      resident += bytes * (trained ? options.bytes_per_parameter_byte - 1 : 1);
-      gradient += trained ? bytes : 0;
+      resident += size * (trained ? options.bytes_per_parameter_byte - 1 : 1);
+      gradient += trained ? size : 0;
     }
     costs.resident.push_back(resident);
     costs.costs.gradient.push_back(gradient);
@@ -338,6 +369,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
     result.whole_last->communication = result.costs.communication;
     result.whole_last->gradient = result.costs.gradient;
     result.whole_last->values = result.costs.values;
+    result.whole_last->buffers = result.costs.buffers;
   }
   return result;
 }
