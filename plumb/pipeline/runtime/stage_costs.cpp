@@ -133,28 +133,32 @@ class Run {
     forward(loss);
   }
 
-  // Adds what the forward took, and the backward whole or in halves.
+  // Adds what the forward took, and the backward whole or its input half.
   void backward(bool halves, Measured& measured) {
     measured.forward.add(forward_seconds_, forward_working_);
     measured.activation = std::max(measured.activation, activation_);
     const int64_t before = meter_.live();
     const auto done = [&] {
       handles_.clear();
-      half_ = {};
-      boundary_.reset();
+      if (!halves) boundary_.reset();
     };
     if (!halves) return add(measured.full, [&] { return stage_backward(handles_, gradients(), *boundary_); }, done);
     const auto input = [&] {
       half_ = stage_backward_input(handles_, gradients(), *boundary_);
       return std::exchange(half_.input_grads, {});
     };
-    add(measured.input, input, [&] { handles_.clear(); });
+    add(measured.input, input, done);
     measured.held = std::max(measured.held, activation_ + meter_.live() - before);
+  }
+  void weight_half(Measured& measured) {
     const auto weight = [&] {
       if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
       return Tensors();
     };
-    add(measured.weight, weight, done);
+    add(measured.weight, weight, [&] {
+      half_ = {};
+      boundary_.reset();
+    });
   }
 
   Tensors outputs;  // for later stages: memory of their own
@@ -206,12 +210,14 @@ class Run {
     const int64_t before = meter_.live();
     meter_.restart_peak();
     int64_t peak = 0;
+    // To give memory back to the system takes its time, too.
     const double seconds = seconds_of([&] {
-      const Tensors input_grads = function();
+      Tensors input_grads = function();
       peak = meter_.peak();
       pack(input_grads);
+      input_grads.clear();
+      done();
     });
-    done();
     kind.add(seconds, peak - std::max(before, meter_.live()));
   }
   void forward(const std::function<at::Tensor(const Tensors&)>* loss) {
@@ -239,8 +245,10 @@ class Run {
       handles_.push_back(backward_handle(out));
       with_gradient_.push_back(copy);
     }
-    results.clear();
-    boundary_->release_inputs();
+    forward_seconds_ += seconds_of([&] {
+      results.clear();
+      boundary_->release_inputs();
+    });
     activation_ = std::max<int64_t>(0, meter_.live() - before_ - kept);
     forward_working_ = peak - before_ - activation_;
   }
@@ -351,14 +359,18 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       }
       if (whole_last) {
         stages[last]->recompute = Recompute::None;
-        run(last)->backward(halves, *whole_last);
+        const auto whole = run(last);
+        whole->backward(halves, *whole_last);
+        if (halves) whole->weight_half(*whole_last);
         stages[last]->recompute = Recompute::Cheap;
         if (repeat == 0) drop_gradients(pipe);
       }
       for (int s = last; s >= 0; s--) {
         runs[s]->backward(halves, measured[s]);
-        runs[s].reset();
+        if (!halves) runs[s].reset();
       }
+      // Later, as in most tables: its values are no longer in caches.
+      for (int s = last; halves && s >= 0; s--) runs[s]->weight_half(measured[s]);
     }
   }
   StageCosts result{.costs = measured_costs(measured), .spread = spread_of(measured)};
