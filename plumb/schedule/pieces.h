@@ -30,7 +30,7 @@ class PieceSums {
   std::size_t size_;
   std::vector<Way> ways_;
   std::vector<double> resident_, gradient_;
-  std::vector<double> seconds_, bytes_;  // of messages from the pieces [first, last) to later ones, by first and last
+  std::vector<double> seconds_, bytes_;  // messages that leave the pieces [first, last), by first and last
 };
 
 }  // namespace plumb::schedule_internal

@@ -134,7 +134,7 @@ class MessageMemory {
   const int rank_;
   const Costs& costs_;
   std::vector<std::vector<Message>> incoming_;                                // by peer, in the order in which it sends
-  std::map<std::tuple<bool, int, int>, std::pair<int, std::size_t>> places_;  // of a forward or backward's message
+  std::map<std::tuple<bool, int, int>, std::pair<int, std::size_t>> places_;  // messages by the action that takes them
   std::map<int, Sent> sent_;                                                  // by peer
   double change_ = 0;                                                         // for the next action
 };
