@@ -2,34 +2,51 @@
 #pragma once
 
 #include <map>
-#include <variant>
+#include <string>
+#include <vector>
 
 #include "convert.h"
 #include "plumb/schedule/simulate.h"
 
 namespace plumb::python {
 
-// {"forward": number or a list by stage, ...}: the names of plumb::Costs.
+using CostLists = std::vector<double>;
+
+inline CostLists to_list(const py::handle& value) {
+  return py::isinstance<py::sequence>(value) ? value.cast<CostLists>() : CostLists{value.cast<double>()};
+}
+
+template <class Fields>
+const auto& field_of(const Fields& fields, const std::string& name, const std::string& others = "") {
+  const auto field = fields.find(name);
+  if (field != fields.end()) return field->second;
+  std::string names;
+  for (const auto& [known, member] : fields) names += (names.empty() ? "use " : ", ") + known;
+  throw Error(ErrorKind::UnknownName, "there is no cost named '" + name + "'", "", names + others);
+}
+
+// {"forward": number or a list by stage, ...}: the names of plumb::Costs; "working" is a dict of those of its Working.
 inline Costs to_costs(const py::dict& given) {
-  using Lists = std::vector<double>;
-  static const std::map<std::string, std::variant<Lists Costs::*, double Costs::*>> kFields = {
+  using Working = Costs::Working;
+  static const std::map<std::string, CostLists Costs::*> kLists = {
       {"forward", &Costs::forward},       {"input", &Costs::input},
       {"weight", &Costs::weight},         {"full", &Costs::full},
-      {"overlap", &Costs::overlap},       {"communication", &Costs::communication},
-      {"activation", &Costs::activation}, {"held_for_weight", &Costs::held_for_weight}};
+      {"activation", &Costs::activation}, {"communication", &Costs::communication},
+      {"gradient", &Costs::gradient},     {"held_for_weight", &Costs::held_for_weight},
+      {"values", &Costs::values},         {"buffers", &Costs::buffers}};
+  static const std::map<std::string, CostLists Working::*> kWorking = {
+      {"forward", &Working::forward},           {"input", &Working::input}, {"weight", &Working::weight},
+      {"first_weight", &Working::first_weight}, {"full", &Working::full},   {"first_full", &Working::first_full}};
   Costs costs;
   for (auto [key, value] : given) {
     const auto name = key.cast<std::string>();
-    const auto field = kFields.find(name);
-    if (field == kFields.end()) {
-      throw Error(ErrorKind::UnknownName, "there is no cost named '" + name + "'", "",
-                  "use forward, input, weight, full, communication, overlap, activation, held_for_weight");
-    }
-    if (const auto* number = std::get_if<double Costs::*>(&field->second)) {
-      costs.*(*number) = value.cast<double>();
+    if (name == "overlap") {
+      costs.overlap = value.cast<double>();
+    } else if (name == "working") {
+      for (auto [kind, bytes] : value.cast<py::dict>())
+        costs.working.*field_of(kWorking, kind.cast<std::string>()) = to_list(bytes);
     } else {
-      const bool by_stage = py::isinstance<py::sequence>(value);
-      costs.*std::get<Lists Costs::*>(field->second) = by_stage ? value.cast<Lists>() : Lists{value.cast<double>()};
+      costs.*field_of(kLists, name, ", overlap, working") = to_list(value);
     }
   }
   return costs;

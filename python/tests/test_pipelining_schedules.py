@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from plumb._C import make_schedule
 from plumb.pipelining import PipelineStage, ScheduleTable, search_schedule
 from plumb.pipelining.schedules import (
     RECV_F,
@@ -293,6 +294,17 @@ def test_subclasses_give_their_own_tables():
                 ]
 
     assert text(get_schedule_ops(Loop, 2, 2, 1)) == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+
+
+def test_the_memory_of_a_table_is_counted_action_by_action():
+    table = make_schedule("GPipe", 1, 2)
+    costs = {"activation": 10, "gradient": [100], "working": {"first_full": 60}}
+    assert table.simulate(costs)["peak_memory"] == [170]  # in the first backward
+    with pytest.raises(plumb.Error, match="no cost named 'gradients'") as refused:
+        table.simulate({"gradients": 1})
+    assert "gradient, " in str(refused.value) and "working" in str(refused.value)
+    with pytest.raises(plumb.Error, match="no cost named 'backward'"):
+        table.simulate({"working": {"backward": 1}})
 
 
 def test_tables_are_refused_where_they_do_not_fit():
