@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import _flat_rates
-from .parameter import ParameterData, has_parameter_data
+from .parameter import ParameterData, has_parameter_data, rated
 
 LrScale = Callable[[ParameterData], float]
 
@@ -99,7 +98,7 @@ def scaled_parameters(
                 if not float(param_lr):
                     raise ValueError("Independent weight decay needs a learning rate other than 0.")
                 decay = decay / float(param_lr)
-            _flat_rates.rated(param)
+            rated(param)
             result.append({"params": [param], "lr": param_lr, "weight_decay": decay, **rest})
     return result
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections import OrderedDict
 from typing import Any, Callable, Dict, Literal, Optional, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from typing_extensions import TypeGuard
 
-from . import _C, _flat_rates
+from . import _C
 
 MupType = Literal["weight", "bias", "norm", "output"]
+
+_rated = WeakIdKeyDictionary()  # parameters whose rates scaled_parameters() made
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_watching: list[Any] = []  # the hook, from the first tag on
 
 
 class ParameterData(Protocol):
@@ -49,7 +56,8 @@ def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth:
     parameter.__deepcopy__ = _Method(_deepcopy, parameter)
     parameter.__reduce_ex__ = _Method(_reduce_ex, parameter)
     _C.tag(parameter, mup_type, mup_scaling_depth)
-    _flat_rates.watch()
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_warn_of_flat_rates))
     return parameter
 
 
@@ -65,6 +73,35 @@ class _Method:
         if parameter is None:
             raise ReferenceError("the parameter that these tags were given to is gone: plumb.parameter.tag_parameter gives them anew")
         return self._function(parameter, *args)
+
+
+def rated(parameter: Tensor) -> None:
+    """Says that :func:`plumb.optim.scaled_parameters` has made the parameter's learning rate."""
+    _rated[parameter] = True
+
+
+def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """Warns at the first step of an optimizer that gives unit-scaled parameters the rates of plain ones."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    from . import optim
+
+    # Rates that differ were chosen by somebody.
+    if len({float(group["lr"]) for group in optimizer.param_groups if "lr" in group}) != 1:
+        return
+    tagged = [p for group in optimizer.param_groups for p in group["params"] if has_parameter_data(p) and p not in _rated]
+    wrong = [p for p in tagged if optim.lr_scale_func_adam(p) != 1]
+    if not wrong:
+        return
+    kind = type(optimizer)
+    ours = getattr(optim, kind.__name__, None) if kind.__module__.startswith("torch.optim") else None
+    remedy = f"plumb.optim.{kind.__name__}" if ours is not None else f"{kind.__name__} on plumb.optim.scaled_parameters(...)"
+    warnings.warn(
+        f"{kind.__module__.partition('.')[0]}'s {kind.__name__} steps {len(tagged)} unit-scaled parameters with one learning rate, "
+        f"though {len(wrong)} of them need one for their size (u-μP): use {remedy}",
+        stacklevel=3,
+    )
 
 
 def untag_parameter(parameter: nn.Parameter) -> None:
