@@ -343,8 +343,9 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   const int last = pipe.num_stages() - 1;
   std::optional<Measured> whole_last;
   if (stages[last]->recompute == Recompute::Cheap) whole_last.emplace();
-  // As in a step, stages take turns and gradients are added to those of earlier microbatches.
-  for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
+  // As in a step, stages take turns, two microbatches are in flight, and gradients are added to earlier ones.
+  constexpr int kInFlight = 4;
+  for (int repeat = 0; repeat < std::max(1, (options.repeats + 3) / kInFlight); repeat++) {
     for (const bool halves : {false, true}) {
       std::vector<Tensors> made;
       const auto run = [&](int s) {
@@ -352,25 +353,32 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
         return std::make_unique<Run>(pipe, s, *stages[s], inputs, made, loss, meter);
       };
       if (repeat == 0) drop_gradients(pipe);
-      std::vector<std::unique_ptr<Run>> runs;
-      for (int s = 0; s <= last; s++) {
-        runs.push_back(run(s));
-        made.push_back(runs.back()->outputs);
+      std::vector<std::vector<std::unique_ptr<Run>>> microbatches(kInFlight);
+      for (auto& runs : microbatches) {
+        made.clear();
+        for (int s = 0; s <= last; s++) {
+          runs.push_back(run(s));
+          made.push_back(runs.back()->outputs);
+        }
       }
-      if (whole_last) {
+      for (int m = 0; whole_last && m < kInFlight; m++) {
         stages[last]->recompute = Recompute::None;
         const auto whole = run(last);
         whole->backward(halves, *whole_last);
         if (halves) whole->weight_half(*whole_last);
         stages[last]->recompute = Recompute::Cheap;
-        if (repeat == 0) drop_gradients(pipe);
       }
-      for (int s = last; s >= 0; s--) {
-        runs[s]->backward(halves, measured[s]);
-        if (!halves) runs[s].reset();
+      if (repeat == 0) drop_gradients(pipe);
+      for (auto& runs : microbatches) {
+        for (int s = last; s >= 0; s--) {
+          runs[s]->backward(halves, measured[s]);
+          if (!halves) runs[s].reset();
+        }
       }
       // Later, as in most tables: its values are no longer in caches.
-      for (int s = last; halves && s >= 0; s--) runs[s]->weight_half(measured[s]);
+      for (auto& runs : microbatches) {
+        for (int s = last; halves && s >= 0; s--) runs[s]->weight_half(measured[s]);
+      }
     }
   }
   StageCosts result{.costs = measured_costs(measured), .spread = spread_of(measured)};
