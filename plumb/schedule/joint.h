@@ -29,7 +29,8 @@ struct PieceCosts {
     double seconds = 0, bytes = 0;
   };
   std::vector<Value> values;
-  double latency = 0;  // time of a message whatever its size
+  double latency = 0;             // time of a message whatever its size
+  double seconds_per_copied = 0;  // time that each end of a message works on a unit of memory
 
   int size() const { return static_cast<int>(resident.size()); }
 };

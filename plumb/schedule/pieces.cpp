@@ -47,7 +47,7 @@ void check_pieces(const PieceCosts& pieces) {
       if (!(way.working.*list).empty()) check_list(way.working.*list, size, "working");
     }
   }
-  check_list({pieces.latency}, 1, "latency");
+  check_list({pieces.latency, pieces.seconds_per_copied}, 2, "message");
   for (const PieceCosts::Value& value : pieces.values) {
     check_list({value.seconds, value.bytes}, 2, "message");
     if (value.from < 0 || value.last <= value.from || value.last >= pieces.size())
@@ -56,7 +56,7 @@ void check_pieces(const PieceCosts& pieces) {
 }
 
 PieceSums::PieceSums(const PieceCosts& pieces, double link, const std::function<double(int)>& off)
-    : size_(pieces.resident.size()) {
+    : size_(pieces.resident.size()), seconds_per_copied_(pieces.seconds_per_copied) {
   const auto same = [](int) { return 1.0; };
   for (const PieceCosts::Way& way : pieces.ways)
     ways_.push_back({prefix_sums(way.forward, off), prefix_sums(way.input, off), prefix_sums(way.weight, off),
@@ -95,7 +95,7 @@ StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& r
   const std::size_t count = stages.begins.size();
   Costs& costs = times.costs;
   for (auto* list : {&costs.forward, &costs.input, &costs.weight, &costs.full, &costs.communication, &costs.activation,
-                     &costs.held_for_weight, &costs.gradient, &costs.values}) {
+                     &costs.held_for_weight, &costs.gradient, &costs.values, &costs.copies}) {
     list->clear();
     list->reserve(count);
   }
@@ -119,6 +119,7 @@ StageTimes PieceSums::times(const PieceStages& stages, const std::vector<int>& r
     const std::size_t stage = first * (size_ + 1) + last;
     costs.communication.push_back(last == size_ ? 0 : latency + seconds_[stage]);
     costs.values.push_back(bytes_[stage]);
+    costs.copies.push_back(bytes_[stage] * seconds_per_copied_);
     times.resident[rank[s]] += sum(resident_);
   }
   return times;

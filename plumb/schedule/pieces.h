@@ -28,6 +28,7 @@ class PieceSums {
   std::vector<double> leaving(const PieceCosts& pieces, double PieceCosts::Value::*of, double times) const;
 
   std::size_t size_;
+  double seconds_per_copied_;
   std::vector<Way> ways_;
   std::vector<double> resident_, gradient_;
   std::vector<double> seconds_, bytes_;  // messages that leave the pieces [first, last), by first and last

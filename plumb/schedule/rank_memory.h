@@ -9,14 +9,20 @@
 
 namespace plumb::schedule_internal {
 
-// Costs with one entry a stage, for stages that are on these ranks: `values` stay on their rank, `sent` go to another.
+// Costs with one entry a stage, for stages that are on these ranks: actions have the copies of messages, `values` stay
+// on their rank, `sent` go to another.
 struct RankCosts : Costs {
   RankCosts() = default;
   RankCosts(Costs costs, const std::vector<int>& ranks) : Costs(std::move(costs)), sent(values.size(), 0) {
     for (std::size_t s = 0; s + 1 < values.size(); ++s) {
-      if (ranks[s] != ranks[s + 1]) std::swap(values[s], sent[s]);
+      if (ranks[s] == ranks[s + 1]) continue;
+      std::swap(values[s], sent[s]);
+      for (const std::size_t end : {s, s + 1}) {
+        for (auto* list : {&forward, &input, &full}) (*list)[end] += copies[s];
+      }
     }
     if (!values.empty()) values.back() = 0;
+    std::ranges::fill(copies, 0);
   }
   std::vector<double> sent;
 };

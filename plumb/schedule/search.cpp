@@ -397,7 +397,7 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
   Orders orders(result.schedule.rows, num_microbatches, costs, options.memory_limit);
   result.tried += improve(orders, most_tables - result.tried, random);
   result.schedule.rows = orders.rows();
-  result.simulation = simulate_schedule(result.schedule, costs);
+  result.simulation = simulate_schedule(result.schedule, given);
   return result;
 }
 

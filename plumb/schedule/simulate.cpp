@@ -187,6 +187,7 @@ Costs Costs::for_stages(int num_stages, int num_ranks) const {
   result.input = spread(input, num_stages, "input backward");
   result.weight = spread(weight, num_stages, "weight backward");
   result.communication = spread(communication, num_stages, "communication");
+  result.copies = spread(copies, num_stages, "copies");
   if (full.empty()) {
     result.full.resize(result.input.size());
     std::transform(result.input.begin(), result.input.end(), result.weight.begin(), result.full.begin(), std::plus<>());
@@ -231,7 +232,8 @@ Simulation simulate_schedule(const Schedule& schedule, const Costs& given, const
   require_runnable(schedule, edges, check);
   Costs costs = given.for_stages(schedule.num_stages(), schedule.num_ranks());
   schedule_internal::StageGraph graph(edges, schedule.num_stages());
-  schedule_internal::EventSimulation events(schedule, graph, costs, {.pairs_at_once = false});
+  const schedule_internal::RankCosts placed(costs, schedule.placement.ranks);
+  schedule_internal::EventSimulation events(schedule, graph, placed, {.pairs_at_once = false});
   Simulation result;
   result.spans = std::move(events.spans);
   result.busy = std::move(events.busy);

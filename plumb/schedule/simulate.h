@@ -16,6 +16,8 @@ struct Costs {
   // A message that leaves the stage for another rank costs this, and so does the gradient that comes back for it.
   // Messages travel while both ranks compute; between stages of one rank they cost nothing.
   std::vector<double> communication = {0};
+  // Each end of such a message works so long on it, besides its action: it copies it. By the earlier stage.
+  std::vector<double> copies = {0};
   // OVERLAP_F_B: so much of the shorter of the two is hidden behind the other if the backward's input comes in time; 0:
   // one after the other.
   double overlap = 0;

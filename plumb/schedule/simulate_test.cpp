@@ -102,6 +102,13 @@ TEST(Simulate, CountsValuesThatWaitForTheNextStageOnTheirRank) {
   EXPECT_EQ(simulate_schedule(parse_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"), costs).max_peak_memory(), 26);
 }
 
+TEST(Simulate, BothEndsOfAMessageCopyIt) {
+  Costs costs;
+  costs.copies = {0.5, 0};
+  EXPECT_EQ(simulate_schedule(parse_csv("0F0,0B0\n1F0,1B0\n"), costs).makespan, 1.5 + 1.5 + 2.5 + 2.5);
+  EXPECT_EQ(simulate_schedule(parse_csv("0F0,1F0,1B0,0B0\n"), costs).makespan, 6);
+}
+
 TEST(Simulate, CountsMessagesThatComeBeforeTheirTurnAndBuffersForThem) {
   // Rank 0 sends the second value before the first gradient, which is what rank 1 waits for.
   const Schedule schedule = parse_csv("0F0,0F1,2F0,2B0,2F1,2B1,0B0,0B1\n1F0,1B0,1F1,1B1\n");

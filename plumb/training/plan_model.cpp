@@ -90,6 +90,9 @@ class Planner {
           way_of(costs_of(pieces, std::vector<Recompute>(pieces.num_stages(), Recompute::None)), "none"));
     if (whole_ranks_) scale(result, cheap.costs, whole_ranks_->costs);
     result.latency = request_.costs.seconds_per_message;
+    const auto sum = [](const std::vector<double>& list) { return std::accumulate(list.begin(), list.end(), 0.0); };
+    const double bytes_of_all = sum(cheap.costs.values);
+    if (bytes_of_all > 0) result.seconds_per_copied = sum(cheap.costs.copies) / bytes_of_all;
     for (int s = 0; s + 1 < pieces.num_stages(); ++s) {
       for (const StageOutputPort& port : pieces.stage_outputs(s)) {
         int last = s;

@@ -33,7 +33,8 @@ inline Costs to_costs(const py::dict& given) {
       {"weight", &Costs::weight},         {"full", &Costs::full},
       {"activation", &Costs::activation}, {"communication", &Costs::communication},
       {"gradient", &Costs::gradient},     {"held_for_weight", &Costs::held_for_weight},
-      {"values", &Costs::values},         {"buffers", &Costs::buffers}};
+      {"values", &Costs::values},         {"buffers", &Costs::buffers},
+      {"copies", &Costs::copies}};
   static const std::map<std::string, CostLists Working::*> kWorking = {
       {"forward", &Working::forward},           {"input", &Working::input}, {"weight", &Working::weight},
       {"first_weight", &Working::first_weight}, {"full", &Working::full},   {"first_full", &Working::first_full}};

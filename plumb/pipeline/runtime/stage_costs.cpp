@@ -100,6 +100,7 @@ struct Measured {
     }
   };
   Kind forward, input, weight, full;
+  std::vector<double> copies;  // of the outputs, seconds
   int64_t activation = 0, held = 0;
 };
 
@@ -112,8 +113,8 @@ double middle(std::vector<double> times) {
 // One microbatch in one stage.
 class Run {
  public:
-  // Values of other stages are copied, as if they had come in a message, and so are gradients; an action's seconds have
-  // the copies of what comes to it and of what it makes. `loss`: of the last stage, or null.
+  // Values of other stages are copied, as if they had come in a message, and so are gradients. `loss`: of the last
+  // stage, or null.
   Run(const Pipe& pipe, int index, GraphStage& stage, const std::vector<c10::IValue>& inputs,
       const std::vector<Tensors>& made, const std::function<at::Tensor(const Tensors&)>* loss, LiveBytes& meter)
       : stage_(stage), meter_(meter), before_(meter.live()) {
@@ -127,7 +128,7 @@ class Run {
         values.push_back(made[port.source.stage][port.source.index]);
       }
     }
-    forward_seconds_ += seconds_of([&] { receive(pipe.stage_inputs(index), values); });
+    receive(pipe.stage_inputs(index), values);
     boundary_.emplace(values, from_stage_);
     values.clear();
     forward(loss);
@@ -136,18 +137,22 @@ class Run {
   // Adds what the forward took, and the backward whole or its input half.
   void backward(bool halves, Measured& measured) {
     measured.forward.add(forward_seconds_, forward_working_);
+    measured.copies.push_back(copy_seconds_);
     measured.activation = std::max(measured.activation, activation_);
     const int64_t before = meter_.live();
+    Tensors grads;  // of outputs that want one; the weight half may hold some until its turn
+    for (const at::Tensor& of : with_gradient_) grads.push_back(at::ones_like(of));
     const auto done = [&] {
+      grads.clear();
       handles_.clear();
       if (!halves) boundary_.reset();
     };
-    if (!halves) return add(measured.full, [&] { return stage_backward(handles_, gradients(), *boundary_); }, done);
+    if (!halves) return add(measured.full, before, [&] { return stage_backward(handles_, grads, *boundary_); }, done);
     const auto input = [&] {
-      half_ = stage_backward_input(handles_, gradients(), *boundary_);
+      half_ = stage_backward_input(handles_, grads, *boundary_);
       return std::exchange(half_.input_grads, {});
     };
-    add(measured.input, input, done);
+    add(measured.input, before, input, done);
     measured.held = std::max(measured.held, activation_ + meter_.live() - before);
   }
   void weight_half(Measured& measured) {
@@ -155,7 +160,7 @@ class Run {
       if (half_.deferred.pending()) stage_backward_weight(half_.deferred);
       return Tensors();
     };
-    add(measured.weight, weight, [&] {
+    add(measured.weight, meter_.live(), weight, [&] {
       half_ = {};
       boundary_.reset();
     });
@@ -164,12 +169,6 @@ class Run {
   Tensors outputs;  // for later stages: memory of their own
 
  private:
-  // Gradients come with the backward; the weight half may hold some until its turn.
-  Tensors gradients() const {
-    Tensors made;
-    for (const at::Tensor& of : with_gradient_) made.push_back(at::ones_like(of));
-    return made;
-  }
   // Copies what comes from other stages. A stage's message is one piece of memory on the CPU.
   static void receive(const std::vector<StageInputPort>& ports, Tensors& values) {
     const at::NoGradGuard no_grad;
@@ -191,30 +190,21 @@ class Run {
       }
     }
   }
-  // Copies gradients for other stages, as a message does.
-  void pack(const Tensors& input_grads) const {
-    Tensors copies;
-    for (size_t i = 0; i < input_grads.size(); ++i) {
-      if (from_stage_[i] && input_grads[i].defined()) copies.push_back(input_grads[i].clone());
-    }
-  }
   template <class Function>
   double seconds_of(const Function& function) {
     const double begin = done_by(stage_);
     function();
     return done_by(stage_) - begin;
   }
-  // `done` lets go of what an action leaves and its stage does not keep.
+  // `before`: bytes before its message came. `done` lets go of what an action leaves and its stage does not keep.
   template <class Function, class Done>
-  void add(Measured::Kind& kind, const Function& function, const Done& done) {
-    const int64_t before = meter_.live();
+  void add(Measured::Kind& kind, int64_t before, const Function& function, const Done& done) {
     meter_.restart_peak();
     int64_t peak = 0;
     // To give memory back to the system takes its time, too.
     const double seconds = seconds_of([&] {
       Tensors input_grads = function();
       peak = meter_.peak();
-      pack(input_grads);
       input_grads.clear();
       done();
     });
@@ -237,7 +227,7 @@ class Run {
       at::Tensor copy;
       if (out.defined()) {
         at::NoGradGuard no_grad;
-        forward_seconds_ += seconds_of([&] { copy = out.detach().clone(); });
+        copy_seconds_ += seconds_of([&] { copy = out.detach().clone(); });
         kept += static_cast<int64_t>(copy.nbytes());
       }
       outputs.push_back(copy);
@@ -260,7 +250,7 @@ class Run {
   std::optional<InputBoundary> boundary_;
   Tensors handles_, with_gradient_;  // for the backward: of outputs that want a gradient
   InputHalf half_;
-  double forward_seconds_ = 0;
+  double forward_seconds_ = 0, copy_seconds_ = 0;
   int64_t activation_ = 0;  // bytes that wait for the backward
   int64_t forward_working_ = 0;
 };
@@ -274,7 +264,12 @@ int64_t message_bytes(const Pipe& pipe, int stage) {
 }
 
 Costs measured_costs(const std::vector<Measured>& measured) {
-  Costs costs{.forward = {}, .input = {}, .weight = {}, .held_for_weight = {}, .working = {{}, {}, {}, {}, {}, {}}};
+  Costs costs{.forward = {},
+              .input = {},
+              .weight = {},
+              .copies = {},
+              .held_for_weight = {},
+              .working = {{}, {}, {}, {}, {}, {}}};
   const auto add = [](const Measured::Kind& kind, std::vector<double>& seconds, std::vector<double>& working) {
     seconds.push_back(middle(kind.seconds));
     working.push_back(static_cast<double>(kind.working));
@@ -284,6 +279,7 @@ Costs measured_costs(const std::vector<Measured>& measured) {
     add(m.input, costs.input, costs.working.input);
     add(m.weight, costs.weight, costs.working.weight);
     add(m.full, costs.full, costs.working.full);
+    costs.copies.push_back(middle(m.copies));
     costs.working.first_weight.push_back(static_cast<double>(m.weight.first));
     costs.working.first_full.push_back(static_cast<double>(m.full.first));
     costs.activation.push_back(static_cast<double>(m.activation));
