@@ -73,7 +73,7 @@ class RankMemory {
                           : kind == ActionKind::BackwardInput  ? of.input
                           : kind == ActionKind::BackwardWeight ? (first ? of.first_weight : of.weight)
                                                                : (first ? of.first_full : of.full);
-    // What it works in has the values that come and go. At the end they are copied to a message.
+    // The values that come and go are part of what it works in. At the end they are copied to a message.
     const double without = std::max(before - taken_by(kind, stage, costs_->values),  //
                                     held_ - made_by(kind, stage, costs_->values));
     const double most = std::max({before, held_ + 2 * made_by(kind, stage, costs_->sent), without + working[stage]});

@@ -78,7 +78,7 @@ class MessageMemory {
       for (; sent.released < std::min(message.acknowledged, sent.sizes.size()); ++sent.released)
         change -= sent.sizes[sent.released];
     }
-    // What it sends is kept until the peer says that it came.
+    // A message of its own is kept until the peer says that it came.
     const auto [to, boundary] = receiver_of(action);
     if (to >= 0 && to != rank_) {
       change_ = costs_.buffers[boundary] > 0 ? costs_.values[boundary] : 0;

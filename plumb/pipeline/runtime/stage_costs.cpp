@@ -100,7 +100,7 @@ struct Measured {
     }
   };
   Kind forward, input, weight, full;
-  std::vector<double> copies;  // of the outputs, seconds
+  std::vector<double> copies;  // seconds of copying the outputs
   int64_t activation = 0, held = 0;
 };
 
@@ -140,7 +140,7 @@ class Run {
     measured.copies.push_back(copy_seconds_);
     measured.activation = std::max(measured.activation, activation_);
     const int64_t before = meter_.live();
-    Tensors grads;  // of outputs that want one; the weight half may hold some until its turn
+    Tensors grads;  // for outputs that want one; the weight half may hold some until its turn
     for (const at::Tensor& of : with_gradient_) grads.push_back(at::ones_like(of));
     const auto done = [&] {
       grads.clear();
@@ -341,7 +341,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   if (stages[last]->recompute == Recompute::Cheap) whole_last.emplace();
   // As in a step, stages take turns, two microbatches are in flight, and gradients are added to earlier ones.
   constexpr int kInFlight = 4;
-  for (int repeat = 0; repeat < std::max(1, (options.repeats + 3) / kInFlight); repeat++) {
+  for (int repeat = 0; repeat < std::max(1, options.repeats / kInFlight); repeat++) {
     for (const bool halves : {false, true}) {
       std::vector<Tensors> made;
       const auto run = [&](int s) {

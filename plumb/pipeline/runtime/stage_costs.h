@@ -12,7 +12,7 @@
 namespace plumb {
 
 struct StageCostOptions {
-  int repeats = 5;     // the middle one of so many runs counts
+  int repeats = 8;     // the middle one of so many runs counts, of which four are in flight at a time
   int busy_ranks = 1;  // so many cores are at work meanwhile, as in a run: memory and clock are shared
   // The loss, of the model's outputs; none: the gradients of all outputs are ones.
   std::function<at::Tensor(const Tensors& outputs)> loss = {};
@@ -25,9 +25,10 @@ struct StageCostOptions {
   Machine machine = {};  // for estimates
 };
 
-// Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. All stages run in
-// turn, forwards, then backwards, whole and in halves, and add to the gradients, as in a step: a stage that ran again
-// and again by itself found its values in caches and took a tenth less. Seconds are processor time of the thread that
+// Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Four
+// microbatches go through all stages, forwards, then backwards, whole or input halves and later weight halves, and add
+// to the gradients, as in a step: a stage that runs again and again by itself finds its values in caches and takes up
+// to a third less. Seconds are processor time of the thread that
 // runs a stage, so that another load on the machine does not count; on a device that is no CPU they are the clock's.
 // Activations are what a stage holds from its forward to its backward; Costs::held_for_weight is the share of it that a
 // stage holds after the input half. State, gradients and the random generator are left as they were. Throws what a
