@@ -174,7 +174,12 @@ class Run {
     const at::NoGradGuard no_grad;
     std::map<int, std::vector<size_t>> messages;
     for (size_t i = 0; i < values.size(); ++i) {
-      if (!ports[i].source.is_model_input() && values[i].defined()) messages[ports[i].source.stage].push_back(i);
+      if (ports[i].source.is_model_input() || !values[i].defined()) continue;
+      if (values[i].is_cpu() && values[i].is_contiguous()) {
+        messages[ports[i].source.stage].push_back(i);
+      } else {
+        values[i] = values[i].clone();
+      }
     }
     for (const auto& [stage, inputs] : messages) {
       constexpr int64_t kAlign = 64;
@@ -185,8 +190,7 @@ class Run {
       int64_t begin = 0;
       for (const size_t i : inputs) {
         const at::Tensor part = memory.narrow(0, std::exchange(begin, begin + space(i)), values[i].nbytes());
-        values[i] = values[i].is_cpu() ? part.view(values[i].scalar_type()).view(values[i].sizes()).copy_(values[i])
-                                       : values[i].clone();
+        values[i] = part.view(values[i].scalar_type()).view(values[i].sizes()).copy_(values[i]);
       }
     }
   }
