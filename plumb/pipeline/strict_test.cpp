@@ -214,9 +214,10 @@ TEST(DeviceCosts, CountADevicesMemoryAsTheCpus) {
   for (const std::string stage : {"0", "1"}) {
     EXPECT_EQ(there["resident " + stage], here["resident " + stage]);
     EXPECT_EQ(there["takes time " + stage], "yes");
-    // Devices keep what the CPU makes again. The CPU keeps a message whole, of which a stage may save one value.
+    // Devices keep what the CPU makes again. The CPU keeps stage 1's message whole, of whose two values one is saved.
+    const double unsaved = stage == "1" ? 4 * 8 * 16 * sizeof(float) : 0;
     const double kept = std::stod(there["activation " + stage]), least = std::stod(here["activation " + stage]);
-    EXPECT_GE(2 * kept, least);
+    EXPECT_GE(kept, least - unsaved);
     EXPECT_GT(least, 0);
     EXPECT_LT(kept, 3 * least);
   }

@@ -8,6 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/schedule/event_simulation.h"
+#include "plumb/schedule/rank_memory.h"
 
 namespace plumb {
 namespace {
@@ -348,7 +349,8 @@ class Checker {
   }
 
   void check_memory() {
-    Costs costs = options_.memory.for_stages(schedule_.num_stages(), schedule_.num_ranks());
+    const RankCosts costs(options_.memory.for_stages(schedule_.num_stages(), schedule_.num_ranks()),
+                          schedule_.placement.ranks);
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       auto [peak, where] = peak_memory(schedule_, rank, costs);
       report_.peak_memory.push_back(peak);

@@ -26,12 +26,10 @@ double at_stage(const std::vector<double>& values, int stage) {
 Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, const CompareOptions& options) {
   SearchOptions search = options.search;
   double most = 0;
-  for (int stage = 0; stage < num_ranks; ++stage) {
-    double working = 0;
-    for (const auto list : schedule_internal::kWorking)
-      working = std::max(working, at_stage(costs.costs.working.*list, stage));
-    most = std::max(most, at_stage(costs.resident, stage) + at_stage(costs.costs.gradient, stage) + working);
-  }
+  const Costs by_stage = costs.costs.for_stages(num_ranks, num_ranks);
+  for (int stage = 0; stage < num_ranks; ++stage)
+    most = std::max(most, at_stage(costs.resident, stage) + by_stage.gradient[stage] +
+                              schedule_internal::most_working(by_stage, stage));
   if (most > options.memory_limit) {
     throw Error(ErrorKind::InvalidArgument, "the parameters alone take more memory than the limit", "",
                 "a higher limit, or more ranks");

@@ -15,14 +15,15 @@ namespace plumb {
 // The costs of a model that is cut into a number of stages.
 struct StageCosts {
   Costs costs;
-  // The same where the last stage recomputes nothing, as it does if its backward_is_next(). None: as `costs`.
+  // The same if the last stage recomputes nothing, as in a table where backward_is_next() for its forwards. None: as
+  // `costs`.
   std::optional<Costs> whole_last = {};
   // Memory that a stage takes whatever the schedule (parameters, the optimizer's state), in the unit of
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
   double spread = 0;  // excess of measured times: sum of the medians over sum of the minima, minus 1
 };
-// Returns the costs in this schedule.
+// Returns the costs that hold in this schedule: `costs` or `whole_last`.
 const Costs& costs_in(const Schedule& schedule, const StageCosts& costs);
 // Returns the resident memory of these stages together.
 double resident_memory(const StageCosts& costs, const std::vector<int>& stages);

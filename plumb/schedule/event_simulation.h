@@ -95,10 +95,6 @@ struct EventSimulation {
 // Returns whether it trains: an evaluation's table only goes forward.
 bool has_backward(const Schedule& schedule);
 
-// Returns the most memory a rank's row takes, in the unit of costs.activation (a list by stage), and the entry that
-// gets there first (-1 if nothing is ever held).
-std::pair<double, int> peak_memory(const Schedule& schedule, int rank, const Costs& costs);
-
 // Returns the rows with every pair as a forward and a backward that follow each other, without idle entries.
 std::vector<std::vector<Action>> without_pairs(const std::vector<std::vector<Action>>& rows);
 

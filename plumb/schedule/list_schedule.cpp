@@ -46,14 +46,13 @@ double TableTimer::ready_backward(int stage, int m) const {
 
 // Returns the memory that forwards leave free: for what actions work in, and for gradients that have not come yet.
 double TableTimer::reserved(int rank) const {
-  double gradients = 0, working = 0;
+  double gradients = 0;
   for (const int s : held_[rank]) {
     const StageState& state = stages_[s];
     if (!habits_->ahead && (habits_->halves[s] ? state.weights : state.backs) == 0)
       gradients += times_->costs.gradient[s];
-    for (const auto list : kWorking) working = std::max(working, (times_->costs.working.*list)[s]);
   }
-  return gradients + working;
+  return gradients + working_[rank];
 }
 
 // A backward goes before a forward that can begin as early.
@@ -127,9 +126,11 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
   const int count = static_cast<int>(times.rank.size()), ranks = static_cast<int>(times.resident.size());
   memory_.clear();
   held_.assign(ranks, {});
+  working_.assign(ranks, 0);
   std::size_t left = 0;
   for (int s = 0; s < count; ++s) {
     held_[times.rank[s]].push_back(s);
+    working_[times.rank[s]] = std::max(working_[times.rank[s]], most_working(times.costs, s));
     left += static_cast<std::size_t>(microbatches_) * (habits.halves[s] ? 3 : 2);
   }
   actions_ += static_cast<double>(left);

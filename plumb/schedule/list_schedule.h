@@ -76,7 +76,7 @@ class TableTimer {
   double limit_ = 0;
   std::vector<StageState> stages_;
   std::vector<double> forward_end_, back_end_;  // by stage and microbatch; infinity: not begun
-  std::vector<double> free_;                    // by rank
+  std::vector<double> free_, working_;          // by rank
   std::vector<RankMemory> memory_;              // by rank
   std::vector<std::vector<int>> held_;          // stages by rank
   std::vector<std::size_t> next_;

@@ -27,15 +27,23 @@ struct RankCosts : Costs {
   std::vector<double> sent;
 };
 
-// Returns the entry of what an action makes for another stage: values that leave its own, or gradients of those before.
-inline double made_by(ActionKind kind, int stage, const std::vector<double>& values) {
-  if (kind == ActionKind::Forward) return values[stage];
-  return kind == ActionKind::BackwardWeight || stage == 0 ? 0 : values[stage - 1];
+// Returns the stage that an action makes values or gradients for, and the one that it has them from. Negative, or the
+// number of stages: none.
+inline int stage_after(ActionKind kind, int stage) {
+  return kind == ActionKind::Forward ? stage + 1 : kind == ActionKind::BackwardWeight ? -1 : stage - 1;
 }
-// Returns the entry of what it has from another stage.
+inline int stage_before(ActionKind kind, int stage) {
+  return kind == ActionKind::Forward ? stage - 1 : kind == ActionKind::BackwardWeight ? -1 : stage + 1;
+}
+
+// Returns the entry of what an action makes for another stage, and of what it has from one. The last entry is 0.
+inline double made_by(ActionKind kind, int stage, const std::vector<double>& values) {
+  const int to = stage_after(kind, stage);
+  return to < 0 ? 0 : values[std::min(stage, to)];
+}
 inline double taken_by(ActionKind kind, int stage, const std::vector<double>& values) {
-  if (kind == ActionKind::Forward) return stage == 0 ? 0 : values[stage - 1];
-  return kind == ActionKind::BackwardWeight ? 0 : values[stage];
+  const int from = stage_before(kind, stage);
+  return from < 0 ? 0 : values[std::min(stage, from)];
 }
 
 // Returns what an action leaves behind or lets go, in the unit of costs.activation, but for the gradients that come
@@ -53,6 +61,13 @@ inline double memory_change(const RankCosts& costs, ActionKind kind, int stage) 
 inline constexpr std::vector<double> Costs::Working::*kWorking[] = {
     &Costs::Working::forward, &Costs::Working::input,        &Costs::Working::weight,
     &Costs::Working::full,    &Costs::Working::first_weight, &Costs::Working::first_full};
+
+// Returns the most that an action of the stage takes while it runs.
+inline double most_working(const Costs& costs, int stage) {
+  double most = 0;
+  for (const auto list : kWorking) most = std::max(most, (costs.working.*list)[stage]);
+  return most;
+}
 
 // Counts along a rank's row. Time plays no part: a rank does one thing after the other.
 class RankMemory {
@@ -81,6 +96,7 @@ class RankMemory {
     peak_ = most;
     return true;
   }
+  // Adds memory that is no action's; negative: it is let go.
   void hold(double more) { held_ += more; }
   double held() const { return held_; }
   double peak() const { return peak_; }
@@ -90,5 +106,9 @@ class RankMemory {
   double held_, peak_;
   std::vector<char> has_gradients_;  // by stage
 };
+
+// Returns the most memory a rank's row takes, messages that wait included, in the unit of costs.activation, and the
+// entry that gets there first (-1 if nothing is ever held).
+std::pair<double, int> peak_memory(const Schedule& schedule, int rank, const RankCosts& costs);
 
 }  // namespace plumb::schedule_internal

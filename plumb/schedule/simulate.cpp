@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <numeric>
 #include <string>
-#include <tuple>
-#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
@@ -44,101 +41,6 @@ double mean_of(const std::vector<double>& values) {
   return values.empty() ? 0 : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// The messages of a rank that wait: those that came before the one that an action needs, as a peer's messages come in
-// the order in which it sends them, and buffers.
-class MessageMemory {
- public:
-  MessageMemory(const Schedule& schedule, int rank, const Costs& costs)
-      : schedule_(schedule), rank_(rank), costs_(costs), incoming_(schedule.rows.size()) {
-    if (std::ranges::all_of(costs.values, [](double bytes) { return bytes == 0; })) return;
-    for (int peer = 0; peer < schedule.num_ranks(); ++peer) {
-      if (peer == rank) continue;
-      std::size_t received = 0;
-      for (const Action& action : schedule.rows[peer]) {
-        for (const Action& part : {action.first_part(), action.second_part()}) {
-          if (!part.is_compute()) continue;
-          received += sender_to(part) == rank ? 1 : 0;
-          add(peer, part, received);
-        }
-      }
-      change_ += receive(peer, -1);
-    }
-  }
-
-  // Returns how much more waits while this action runs than in the one before it. Call it for a row's actions in turn.
-  double begin(const Action& action) {
-    double change = std::exchange(change_, 0);
-    const auto found = places_.find({action.kind == ActionKind::Forward, action.stage, action.microbatch});
-    if (action.kind != ActionKind::BackwardWeight && found != places_.end()) {
-      const auto [peer, index] = found->second;
-      change += receive(peer, static_cast<int>(index));
-      Message& message = incoming_[peer][index];
-      if (std::exchange(message.waits, true)) change -= message.size;
-      Sent& sent = sent_[peer];
-      for (; sent.released < std::min(message.acknowledged, sent.sizes.size()); ++sent.released)
-        change -= sent.sizes[sent.released];
-    }
-    // A message of its own is kept until the peer says that it came.
-    const auto [to, boundary] = receiver_of(action);
-    if (to >= 0 && to != rank_) {
-      change_ = costs_.buffers[boundary] > 0 ? costs_.values[boundary] : 0;
-      sent_[to].sizes.push_back(change_);
-    }
-    return change;
-  }
-
- private:
-  struct Message {
-    double size = 0;
-    bool posted = false;           // it has a buffer before it comes
-    std::size_t acknowledged = 0;  // so many messages of this rank had come to the peer
-    bool waits = false;            // counted
-  };
-  struct Sent {
-    std::vector<double> sizes;
-    std::size_t released = 0;
-  };
-
-  // Returns the rank that gets what an action makes for another stage, and the earlier of the two stages; -1: nobody.
-  std::pair<int, int> receiver_of(const Action& action) const {
-    const bool forward = action.kind == ActionKind::Forward;
-    const int to = action.stage + (forward ? 1 : -1);
-    if (action.kind == ActionKind::BackwardWeight || to < 0 || to >= schedule_.num_stages()) return {-1, 0};
-    return {schedule_.placement.rank_of(to, action.microbatch), std::min(to, action.stage)};
-  }
-  // Returns the rank that an action has its message from; -1: none.
-  int sender_to(const Action& action) const {
-    const int from = action.stage + (action.kind == ActionKind::Forward ? -1 : 1);
-    if (action.kind == ActionKind::BackwardWeight || from < 0 || from >= schedule_.num_stages()) return -1;
-    return schedule_.placement.rank_of(from, action.microbatch);
-  }
-  void add(int peer, const Action& action, std::size_t received) {
-    const auto [to, boundary] = receiver_of(action);
-    if (to != rank_) return;
-    const bool forward = action.kind == ActionKind::Forward, posted = costs_.buffers[boundary] > 0;
-    places_[{forward, action.stage + (forward ? 1 : -1), action.microbatch}] = {peer, incoming_[peer].size()};
-    incoming_[peer].push_back({posted ? costs_.buffers[boundary] : costs_.values[boundary], posted, received});
-  }
-  // With message `last` those before it are here, and two that are posted wait for the next ones.
-  double receive(int peer, int last) {
-    double change = 0;
-    auto& messages = incoming_[peer];
-    for (int i = 0; i <= last + 2 && i < static_cast<int>(messages.size()); ++i) {
-      if (!messages[i].posted && i >= last) continue;
-      if (!std::exchange(messages[i].waits, true)) change += messages[i].size;
-    }
-    return change;
-  }
-
-  const Schedule& schedule_;
-  const int rank_;
-  const Costs& costs_;
-  std::vector<std::vector<Message>> incoming_;                                // by peer, in the order in which it sends
-  std::map<std::tuple<bool, int, int>, std::pair<int, std::size_t>> places_;  // messages by the action that takes them
-  std::map<int, Sent> sent_;                                                  // by peer
-  double change_ = 0;                                                         // for the next action
-};
-
 }  // namespace
 
 namespace schedule_internal {
@@ -161,22 +63,6 @@ std::vector<std::vector<Action>> without_pairs(const std::vector<std::vector<Act
     }
   }
   return parts;
-}
-
-std::pair<double, int> peak_memory(const Schedule& schedule, int rank, const Costs& given) {
-  const std::vector<Action>& row = schedule.rows[rank];
-  const RankCosts costs(given, schedule.placement.ranks);
-  MessageMemory messages(schedule, rank, given);
-  RankMemory memory(costs);
-  int where = -1;
-  for (std::size_t i = 0; i < row.size(); ++i) {
-    for (const Action& part : {row[i].first_part(), row[i].second_part()}) {
-      if (!part.is_compute()) continue;
-      memory.hold(messages.begin(part));
-      if (memory.run(part.kind, part.stage)) where = static_cast<int>(i);
-    }
-  }
-  return {memory.peak(), where};
 }
 
 }  // namespace schedule_internal
@@ -250,7 +136,7 @@ Simulation simulate_schedule(const Schedule& schedule, const Costs& given, const
     result.first.push_back(first);
     result.last.push_back(last);
     result.makespan = std::max(result.makespan, last);
-    result.peak_memory.push_back(schedule_internal::peak_memory(schedule, static_cast<int>(rank), costs).first);
+    result.peak_memory.push_back(schedule_internal::peak_memory(schedule, static_cast<int>(rank), placed).first);
   }
   return result;
 }

@@ -16,7 +16,7 @@ struct Costs {
   // A message that leaves the stage for another rank costs this, and so does the gradient that comes back for it.
   // Messages travel while both ranks compute; between stages of one rank they cost nothing.
   std::vector<double> communication = {0};
-  // Each end of such a message works so long on it, besides its action: it copies it. By the earlier stage.
+  // Time that each end of such a message takes to copy it, besides its action; by the earlier stage.
   std::vector<double> copies = {0};
   // OVERLAP_F_B: so much of the shorter of the two is hidden behind the other if the backward's input comes in time; 0:
   // one after the other.
@@ -32,8 +32,8 @@ struct Costs {
   // Memory of the values that leave a stage, and of the gradients that come back for them. It is held from one stage's
   // action to the next stage's where both are on one rank, and where a message comes before its turn. Empty: none.
   std::vector<double> values = {};
-  // Memory of a buffer for such a message that is posted ahead; two are for each peer, and one is under way. 0, or
-  // empty: messages are taken as they come.
+  // Memory of a buffer that is posted for such a message before it comes, two for each peer; the sender keeps a copy
+  // until the peer's next message. 0, or empty: messages are taken as they come.
   std::vector<double> buffers = {};
   // Memory that actions take while they run, besides what there is before or after them.
   struct Working {
@@ -57,7 +57,8 @@ struct Simulation {
   double makespan = 0;              // from 0 to the end of the last action
   std::vector<double> busy;         // by rank: time spent computing
   std::vector<double> first, last;  // by rank: start of its first and end of its last computation
-  // By rank, in the unit of Costs::activation: activations, gradients, and what the action works in.
+  // By rank, in the unit of Costs::activation: activations, gradients, values and messages that wait, and what the
+  // action works in.
   std::vector<double> peak_memory;
 
   // Returns the ranks' idle share of the makespan: 1 - mean(busy) / makespan.

@@ -18,6 +18,8 @@
 namespace plumb {
 namespace {
 
+double sum(const std::vector<double>& list) { return std::accumulate(list.begin(), list.end(), 0.0); }
+
 class Planner {
  public:
   Planner(const GraphModule& module, const std::vector<c10::IValue>& inputs, const PlanRequest& request,
@@ -90,7 +92,6 @@ class Planner {
           way_of(costs_of(pieces, std::vector<Recompute>(pieces.num_stages(), Recompute::None)), "none"));
     if (whole_ranks_) scale(result, cheap.costs, whole_ranks_->costs);
     result.latency = request_.costs.seconds_per_message;
-    const auto sum = [](const std::vector<double>& list) { return std::accumulate(list.begin(), list.end(), 0.0); };
     const double bytes_of_all = sum(cheap.costs.values);
     if (bytes_of_all > 0) result.seconds_per_copied = sum(cheap.costs.copies) / bytes_of_all;
     for (int s = 0; s + 1 < pieces.num_stages(); ++s) {
@@ -117,7 +118,6 @@ class Planner {
   }
 
   static void scale(PieceCosts& pieces, const Costs& measured, const Costs& wanted) {
-    const auto sum = [](const std::vector<double>& list) { return std::accumulate(list.begin(), list.end(), 0.0); };
     const auto apply = [&](std::vector<double> PieceCosts::Way::*list, double have, double want) {
       const double factor = have > 0 && want > 0 ? want / have : 1;
       for (PieceCosts::Way& way : pieces.ways) {

@@ -115,8 +115,7 @@ class Recorder:
             raise Error("the modules come with their stages already", remedy="leave out stage=")
         file = os.fsencode(path) + (b"" if rank is None else b".rank%d" % rank)
         self._engine = _C.Recorder(loaded, file, append, part)
-        self._places = [self._take_over(m, n) for n, m in modules.items()]
-        self._stages = list(modules)
+        self._places = [(n, *self._take_over(m, n)) for n, m in modules.items()]
 
     def _take_over(self, module: nn.Module, stage: int) -> tuple[nn.Module, Any, _RecordedForward]:
         """Returns the module, its forward as it was, and the one that it has now."""
@@ -147,7 +146,7 @@ class Recorder:
         """Adds hashes of the modules' parameters and buffers, and of the optimizer's state, to the running step: between
         ``optimizer.step()`` and ``step()``, for :func:`plumb.diff`."""
         names = {}
-        for stage, (module, _, _) in zip(self._stages, self._places):
+        for stage, module, _, _ in self._places:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 names[tensor] = name, stage
                 self._engine.add_hash(name, "state", tensor.detach(), stage)
@@ -164,7 +163,7 @@ class Recorder:
 
     def close(self) -> None:
         """Gives the modules their own forwards back and closes the file."""
-        for module, before, forward in self._places:
+        for _, module, before, forward in self._places:
             if module.__dict__.get("forward") is not forward:
                 continue
             if before is None:

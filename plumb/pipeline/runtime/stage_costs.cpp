@@ -267,13 +267,11 @@ int64_t message_bytes(const Pipe& pipe, int stage) {
   return bytes;
 }
 
-Costs measured_costs(const std::vector<Measured>& measured) {
-  Costs costs{.forward = {},
-              .input = {},
-              .weight = {},
-              .copies = {},
-              .held_for_weight = {},
-              .working = {{}, {}, {}, {}, {}, {}}};
+// Adds what was measured to the known costs.
+Costs measured_costs(Costs costs, const std::vector<Measured>& measured) {
+  costs.copies.clear();
+  costs.held_for_weight.clear();
+  costs.working = {{}, {}, {}, {}, {}, {}};
   const auto add = [](const Measured::Kind& kind, std::vector<double>& seconds, std::vector<double>& working) {
     seconds.push_back(middle(kind.seconds));
     working.push_back(static_cast<double>(kind.working));
@@ -293,9 +291,9 @@ Costs measured_costs(const std::vector<Measured>& measured) {
   return costs;
 }
 
-// Adds messages, the memory of state, and that of gradients.
-void add_known(StageCosts& costs, const Pipe& pipe, const StageCostOptions& options) {
-  costs.costs.communication.clear();
+// Returns what is known without a run: messages, the memory of state, and that of gradients. No seconds of actions.
+StageCosts known_costs(const Pipe& pipe, const StageCostOptions& options) {
+  StageCosts costs{.costs = {.forward = {}, .input = {}, .weight = {}, .communication = {}}};
   for (int s = 0; s < pipe.num_stages(); s++) {
     const int64_t bytes = message_bytes(pipe, s);
     costs.costs.values.push_back(static_cast<double>(bytes));
@@ -313,6 +311,7 @@ void add_known(StageCosts& costs, const Pipe& pipe, const StageCostOptions& opti
     costs.resident.push_back(resident);
     costs.costs.gradient.push_back(gradient);
   }
+  return costs;
 }
 
 // Returns how far the middle of the runs is above the least, of all together.
@@ -381,21 +380,19 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       }
     }
   }
-  StageCosts result{.costs = measured_costs(measured), .spread = spread_of(measured)};
-  add_known(result, pipe, options);
+  StageCosts result = known_costs(pipe, options);
+  const Costs known = result.costs;
+  result.costs = measured_costs(known, measured);
+  result.spread = spread_of(measured);
   if (whole_last) {
     measured.back() = *whole_last;
-    result.whole_last = measured_costs(measured);
-    result.whole_last->communication = result.costs.communication;
-    result.whole_last->gradient = result.costs.gradient;
-    result.whole_last->values = result.costs.values;
-    result.whole_last->buffers = result.costs.buffers;
+    result.whole_last = measured_costs(known, measured);
   }
   return result;
 }
 
 StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
-  StageCosts result{.costs = {.forward = {}, .input = {}, .weight = {}}};
+  StageCosts result = known_costs(pipe, options);
   for (int s = 0; s < pipe.num_stages(); s++) {
     const GraphCost cost = estimate_cost(*pipe.stage(s), {}, options.machine);
     double bytes = 0, loss = 0;
@@ -412,7 +409,6 @@ StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
     result.costs.weight.push_back(cost.backward() / 2);
     result.costs.activation.push_back(bytes);
   }
-  add_known(result, pipe, options);
   return result;
 }
 
