@@ -56,8 +56,11 @@ Tensors on_host(const Tensors& tensors) {
   return host;
 }
 
-// A result of the call: memory of its own on the device, aligned as `like`.
-Tensor result_like(const Tensor& like) { return at::empty_like(like); }
+// Memory for a result, aligned as `like`. It is filled with a number: memory just freed may hold the right values, and
+// a kernel that writes nothing would pass.
+Tensor result_like(const Tensor& like, const at::TensorOptions& options = {}) {
+  return at::full_like(like, 90, options);
+}
 
 Tensors inputs_for(const PointwiseProgram& program, const Tensor& like, bool aligned) {
   Tensors inputs;
@@ -81,11 +84,11 @@ std::string check_pass(const DeviceKernels& kernels, const PassTask& task, bool 
   hard.seed = kSeed;
   hard.x = hard_values(task.x.scalar_type(), task.x.device(), aligned);
   if (task.codes && task.codes->nan_code < 0) hard.x.nan_to_num_(0, INFINITY, -INFINITY);
-  if (task.y.defined()) hard.y = at::empty_like(hard.x, task.y.options());
+  if (task.y.defined()) hard.y = result_like(hard.x, task.y.options());
   for (auto member : {&PassTask::before, &PassTask::after, &PassTask::metrics})
-    if ((task.*member).defined()) hard.*member = at::empty_like(task.*member);
+    if ((task.*member).defined()) hard.*member = result_like(task.*member);
   if (!hard.before.defined() && hard.metrics.defined())
-    hard.before = at::empty({10 + (task.histogram ? kernel::kHistogramBins : 0)}, hard.metrics.options());
+    hard.before = at::full({10 + (task.histogram ? kernel::kHistogramBins : 0)}, 90, hard.metrics.options());
   if (!kernels.pass(hard)) return "";
 
   const Tensor x = hard.x.cpu(), values = at::empty_like(x);
@@ -113,7 +116,7 @@ std::string check_pass(const DeviceKernels& kernels, const PassTask& task, bool 
 std::string check_decode(const DeviceKernels& kernels, const Tensor& values, const std::array<float, 256>& table,
                          bool aligned) {
   const Tensor every = at::arange(701, at::kInt).to(at::kByte);
-  const Tensor memory = at::empty({702}, values.options());
+  const Tensor memory = at::full({702}, 90, values.options());
   const Tensor result = memory.narrow(0, aligned ? 0 : 1, 701);
   const Tensor space = at::empty({702}, values.options().dtype(at::kByte));
   const Tensor codes = space.narrow(0, aligned ? 0 : 1, 701).copy_(every);
@@ -134,8 +137,8 @@ std::string check_round_blocks(const DeviceKernels& kernels, const BlocksTask& t
   hard.seed = kSeed;
   hard.x = values.narrow(0, 0, rows * length).view({rows, length});
   if (task.values.defined()) hard.values = result_like(hard.x);
-  if (task.codes.defined()) hard.codes = at::empty_like(hard.x, task.codes.options());
-  if (task.scales.defined()) hard.scales = at::empty({rows, blocks}, task.scales.options());
+  if (task.codes.defined()) hard.codes = result_like(hard.x, task.codes.options());
+  if (task.scales.defined()) hard.scales = at::full({rows, blocks}, 90, task.scales.options());
   if (task.unit.defined()) hard.unit = at::empty({}, task.unit.options());
   if (!kernels.round_blocks(hard)) return "";
 
