@@ -6,7 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/recording/recording_testing.h"
-#include "plumb/tensors/node_seeds.h"
+#include "plumb/tensors/run_rows.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"
 #include "tests/message_of.h"
@@ -48,7 +48,7 @@ History step_of(GraphModule& module, const at::Tensor& x, const std::vector<int6
       module, RecordRules::parse(whole ? "every = 1\n[[rule]]\nstatistics = [\"hash\", \"std\"]\n" : kHashes), path);
   int64_t first = 0;
   for (const at::Tensor& part : x.split(rows)) {
-    const NodeSeeds of_rows(1, {}, static_cast<uint64_t>(first), part.size(0));
+    const RunningRows running({first, part.size(0)});
     module.run({part})[0].toTensor().pow(2).sum().backward();
     first += part.size(0);
   }

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "plumb/core/mix_bits.h"
+#include "plumb/tensors/run_rows.h"
 
 namespace plumb {
 namespace {
@@ -17,13 +18,8 @@ thread_local std::optional<RunRows> rows_of_run;
 
 }  // namespace
 
-NodeSeeds::NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators, std::uint64_t place, std::int64_t rows)
-    : seed_(seed),
-      place_(place),
-      rows_(rows),
-      generators_(std::move(generators)),
-      before_(std::exchange(seeds_of_run, this)),
-      running_({static_cast<std::int64_t>(place), rows}) {}
+NodeSeeds::NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators)
+    : seed_(seed), generators_(std::move(generators)), before_(std::exchange(seeds_of_run, this)) {}
 NodeSeeds::~NodeSeeds() { seeds_of_run = before_; }
 
 RunningRows::RunningRows(const RunRows& rows) : before_(std::exchange(rows_of_run, rows)) {}
@@ -39,7 +35,8 @@ std::uint64_t seed_of_name(std::string_view name) {
 
 void seed_node(std::uint64_t node, std::int64_t row) {
   if (!seeds_of_run) return;
-  const std::uint64_t of_row = mix_seeds(seeds_of_run->seed_, seeds_of_run->place_ + static_cast<std::uint64_t>(row));
+  const std::int64_t number = (rows_of_run ? rows_of_run->first : 0) + row;
+  const std::uint64_t of_row = mix_seeds(seeds_of_run->seed_, static_cast<std::uint64_t>(number));
   for (at::Generator& generator : seeds_of_run->generators_) {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_current_seed(mix_seeds(of_row, node));
@@ -47,7 +44,7 @@ void seed_node(std::uint64_t node, std::int64_t row) {
 }
 
 bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {
-  const std::int64_t rows = seeds_of_run ? seeds_of_run->rows_ : 0;
+  const std::int64_t rows = seeds_of_run && rows_of_run ? rows_of_run->count : 0;
   if (rows < 2 || stack.empty() || !stack[0].isTensor() || !stack[0].toTensor().defined()) return false;
   const at::Tensor& first = stack[0].toTensor();
   if (first.dim() == 0 || first.size(0) == 0 || first.size(0) % rows != 0) return false;

@@ -8,32 +8,26 @@
 #include <string_view>
 #include <vector>
 
-#include "plumb/tensors/run_rows.h"
-
 namespace plumb {
 
-// While it lives, plans that run on this thread seed these generators anew for every random node, from `seed`, `place`
-// and the node's name. Names stay when a graph is cut, so a node draws the same numbers in the whole and in any stage.
-// The generators' states are afterwards those of the last node.
+// While it lives, plans that run on this thread seed these generators anew for every random node, from `seed`, the
+// first of the running rows (run_rows.h) and the node's name. Names stay when a graph is cut, so a node draws the same
+// numbers in the whole and in any stage. The generators' states are afterwards those of the last node.
 //
-// `rows`, if known: number of rows of the batch that runs; `place`: the number of the first one. Dropout
-// then draws row by row, so that its masks do not depend on how the batch is cut into microbatches (run_by_rows()).
-// They are the RunningRows, too.
+// Where the number of running rows is known, dropout draws row by row, so that its masks do not depend on how the batch
+// is cut into microbatches (run_by_rows()).
 class NodeSeeds {
  public:
-  NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators, std::uint64_t place = 0, std::int64_t rows = 0);
+  NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators);
   ~NodeSeeds();
   NodeSeeds(const NodeSeeds&) = delete;
   NodeSeeds& operator=(const NodeSeeds&) = delete;
 
  private:
   friend void seed_node(std::uint64_t node, std::int64_t row);
-  friend bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
-  std::uint64_t seed_, place_;
-  std::int64_t rows_;
+  std::uint64_t seed_;
   std::vector<at::Generator> generators_;
   NodeSeeds* before_;
-  RunningRows running_;
 };
 
 std::uint64_t seed_of_name(std::string_view name);

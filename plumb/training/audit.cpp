@@ -12,6 +12,7 @@
 #include "plumb/recording/recorder.h"
 #include "plumb/schedule/simulate.h"
 #include "plumb/tensors/node_seeds.h"
+#include "plumb/tensors/run_rows.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
 #include "plumb/transforms/module.h"
@@ -351,7 +352,8 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
   stage->watch(0);
   Tensors outputs;
   {
-    const NodeSeeds seeds(seed, {generator}, static_cast<uint64_t>(received_->rows.first), received_->rows.count);
+    const RunningRows running(received_->rows);
+    const NodeSeeds seeds(seed, {generator});
     outputs = stage->forward(boundary.inputs());
   }
   Tensors ends, grads;

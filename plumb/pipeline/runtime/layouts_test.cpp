@@ -14,6 +14,7 @@
 #include "plumb/pipeline/runtime/shared_parameters.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/tensors/node_seeds.h"
+#include "plumb/tensors/run_rows.h"
 #include "tests/gpt_graph.h"
 
 namespace plumb {
@@ -251,8 +252,8 @@ TEST(NodeSeeds, OfDropoutAreThoseOfTheRowHoweverTheBatchIsCut) {
   const at::Tensor q = at::rand({1, 2, 6, 8}).expand({4, 2, 6, 8}).contiguous();
   const at::Tensor mask = at::randn({1, 1, 6, 6}).expand({4, 1, 6, 6}).contiguous();
   const auto run = [&](int64_t from, int64_t to, bool rows_known = true) {
-    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()}, static_cast<uint64_t>(from),
-                          rows_known ? to - from : 0);
+    const RunningRows running({from, rows_known ? to - from : 0});
+    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()});
     Tensors results;
     for (const auto& v :
          plan.run({at::ones({to - from, 6, 8}), q.slice(0, from, to), mask.slice(0, from, to), mask[0][0]}))
@@ -284,7 +285,8 @@ TEST(NodeSeeds, DrawAMicrobatchAsAWholeWhereItsRowsCannotBeTakenApart) {
       State());
   const Plan plan(module->graph(), module->state());
   const auto run = [&](int64_t rows) {
-    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()}, 0, rows);
+    const RunningRows running({0, rows});
+    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()});
     return plan.run({at::ones({6, 4})});
   };
   const auto whole = run(0), parted = run(4);
@@ -313,7 +315,8 @@ TEST(NodeSeeds, LeaveRecurrentLayersWhole) {
   std::vector<c10::IValue> inputs{at::randn({8, 4, 3}), at::zeros({2, 4, 5})};
   for (const auto& size : sizes) inputs.emplace_back(at::randn(size));
   const auto run = [&](int64_t rows) {
-    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()}, 0, rows);
+    const RunningRows running({0, rows});
+    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()});
     return plan.run(inputs);
   };
   const auto whole = run(0), of_rows = run(4);

@@ -14,6 +14,7 @@
 #include "plumb/pipeline/runtime/stage_runner.h"
 #include "plumb/tensors/deferred_checks.h"
 #include "plumb/tensors/node_seeds.h"
+#include "plumb/tensors/run_rows.h"
 
 namespace plumb {
 namespace {
@@ -193,7 +194,7 @@ void StageRunner::run_function(LocalStage& stage, Slot& slot, int m, std::option
   {
     const RunningRows running({static_cast<int64_t>(place_of_microbatch(m)), rows});
     std::optional<NodeSeeds> seeds;
-    if (setup.options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
+    if (setup.options.seed) seeds.emplace(seed_of_step(), generators());
     slot.results = stage.function->run(in, {m, slot.sizes});
   }
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
