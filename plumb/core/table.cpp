@@ -104,4 +104,15 @@ std::string percent(double share, int digits) {
   return text;
 }
 
+std::string seconds_text(double seconds) {
+  return seconds >= 1      ? short_number(seconds) + " s"
+         : seconds >= 1e-3 ? short_number(seconds * 1e3) + " ms"
+                           : short_number(seconds * 1e6) + " us";
+}
+
+std::string bytes_text(double bytes, int digits) {
+  return bytes >= 1e9 ? short_number(bytes / 1073741824.0, digits) + " GiB"
+                      : short_number(bytes / 1048576.0, digits) + " MiB";
+}
+
 }  // namespace plumb

@@ -28,5 +28,8 @@ std::string to_text(const Table& table);
 std::string short_number(double value, int digits = 4);
 // Returns a share as "12.5%".
 std::string percent(double share, int digits = 1);
+// Return "12 ms" and "1.5 GiB".
+std::string seconds_text(double seconds);
+std::string bytes_text(double bytes, int digits = 4);
 
 }  // namespace plumb

@@ -14,7 +14,7 @@ namespace plumb {
 // first of the running rows (run_rows.h) and the node's name. Names stay when a graph is cut, so a node draws the same
 // numbers in the whole and in any stage. The generators' states are afterwards those of the last node.
 //
-// Where the number of running rows is known, dropout draws row by row, so that its masks do not depend on how the batch
+// Dropout draws row by row where the number of running rows is known, so that its masks do not depend on how the batch
 // is cut into microbatches (run_by_rows()).
 class NodeSeeds {
  public:

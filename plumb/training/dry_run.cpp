@@ -7,11 +7,6 @@
 #include "plumb/training/loss.h"
 
 namespace plumb {
-namespace {
-
-std::string mebibytes(double bytes) { return short_number(bytes / (1 << 20)) + " MiB"; }
-
-}  // namespace
 
 TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   StageCostOptions measuring;
@@ -51,7 +46,7 @@ std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
   for (size_t rank = 0; rank < needs.ranks.size(); ++rank) {
     const RankNeeds& own = needs.ranks[rank];
     table.rows.push_back({std::to_string(rank), join(own.stages, [](int s) { return std::to_string(s); }),
-                          std::to_string(own.parameters), mebibytes(own.resident), mebibytes(own.peak)});
+                          std::to_string(own.parameters), bytes_text(own.resident), bytes_text(own.peak)});
   }
   const std::string pipelines = o.replicas == 1 ? "" : c10::str(", in each of ", o.replicas, " pipelines");
   return c10::str("A step of ", needs.rows, " rows takes about ", short_number(needs.seconds), " s by ", needs.schedule,

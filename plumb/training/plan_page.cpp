@@ -28,16 +28,6 @@ TimelineRun timeline_run(const ScheduleChoice& choice) {
 
 }  // namespace
 
-std::string seconds_text(double value) {
-  return value >= 1      ? short_number(value) + " s"
-         : value >= 1e-3 ? short_number(value * 1e3) + " ms"
-                         : short_number(value * 1e6) + " us";
-}
-
-std::string bytes_text(double value) {
-  return value >= 1e9 ? short_number(value / 1073741824.0) + " GiB" : short_number(value / 1048576.0) + " MiB";
-}
-
 Table ranks_table(const PlannedModel& planned, const ScheduleChoice& choice) {
   Table table{{"rank", "stage", "modules", "parameters", "works", "peak memory"}, {}};
   const auto pipe = planned.pipe_of(choice);

@@ -8,10 +8,6 @@
 
 namespace plumb {
 
-// "12 ms", "1.5 GiB".
-std::string seconds_text(double seconds);
-std::string bytes_text(double bytes);
-
 // Returns a row a stage of each rank: modules, parameters, how long the rank works, the memory that it needs.
 Table ranks_table(const PlannedModel& planned, const ScheduleChoice& choice);
 

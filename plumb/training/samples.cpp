@@ -27,10 +27,9 @@ void check_memory(int64_t batch, double bytes_of_row) {
   const double needs = static_cast<double>(batch) * bytes_of_row;
   const double has = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
   if (needs <= has) return;
-  auto gib = [](double bytes) { return short_number(bytes / (1 << 30)) + " GiB"; };
-  throw UsageError(
-      c10::str("--batch: the inputs of a step of ", batch, " rows need ", gib(needs), ", this machine has ", gib(has)),
-      "a smaller --batch, or fewer --microbatches");
+  throw UsageError(c10::str("--batch: the inputs of a step of ", batch, " rows need ", bytes_text(needs),
+                            ", this machine has ", bytes_text(has)),
+                   "a smaller --batch, or fewer --microbatches");
 }
 
 namespace {

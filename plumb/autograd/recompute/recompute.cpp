@@ -19,6 +19,7 @@
 #include "plumb/autograd/recompute/recompute_facts.h"
 #include "plumb/autograd/recompute/recompute_recipe.h"
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/operators/dispatch_keys.h"
 #include "plumb/operators/operator_facts.h"
 
@@ -372,10 +373,7 @@ RecomputeReport::Entry RecomputeReport::total() const {
 
 std::string RecomputeReport::text() const {
   auto amount = [](const Entry& e) {
-    char text[64];
-    std::snprintf(text, sizeof text, "%.3g MiB of %lld", static_cast<double>(e.bytes) / (1 << 20),
-                  static_cast<long long>(e.tensors));
-    return std::string(text);
+    return bytes_text(static_cast<double>(e.bytes), 3) + " of " + std::to_string(e.tensors);
   };
   std::string line = "computed again, not kept: " + amount(total()) + " results";
   for (const auto& [name, entry] : by_operator) {
