@@ -471,5 +471,7 @@ def pipeline(
     loss = find_loss_spec(module, source, output_loss_value_spec)
     pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts, wire, wire_exclude)
     if num_stages is not None and pipe.num_stages != num_stages:
-        raise InvalidValue(f"the cuts give {pipe.num_stages} stages instead of {num_stages}")
+        raise InvalidValue(
+            f"the cuts give {pipe.num_stages} stages instead of {num_stages}", remedy='split_policy="balanced", or other cuts'
+        )
     return pipe
