@@ -21,9 +21,9 @@
 #include "plumb/schedule/render.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"
-#include "plumb/training/loss.h"
-#include "plumb/training/plan_model.h"
-#include "plumb/training/plan_page.h"
+#include "plumb/training/plan/plan_model.h"
+#include "plumb/training/plan/plan_page.h"
+#include "plumb/training/step/loss.h"
 
 namespace plumb::cli {
 namespace {

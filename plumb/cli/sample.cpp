@@ -10,8 +10,8 @@
 #include "plumb/core/input_file.h"
 #include "plumb/core/table.h"
 #include "plumb/core/text.h"
-#include "plumb/training/evaluate.h"
 #include "plumb/training/generate.h"
+#include "plumb/training/step/evaluate.h"
 
 namespace plumb::cli {
 namespace {

@@ -18,8 +18,8 @@
 #include "plumb/core/table.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/launch/launch.h"
-#include "plumb/training/dry_run.h"
-#include "plumb/training/lasting.h"
+#include "plumb/training/plan/dry_run.h"
+#include "plumb/training/recovery/lasting.h"
 #include "plumb/training/trainer.h"
 
 namespace plumb::cli {

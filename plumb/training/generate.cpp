@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "plumb/training/evaluate.h"
-#include "plumb/training/samples.h"
+#include "plumb/training/data/samples.h"
+#include "plumb/training/step/evaluate.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {

@@ -10,11 +10,11 @@
 #include "plumb/partition/pipe.h"
 #include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/schedule/pipeline_plan.h"
-#include "plumb/training/batches.h"
-#include "plumb/training/events.h"
-#include "plumb/training/fault.h"
-#include "plumb/training/gradients.h"
+#include "plumb/training/data/batches.h"
 #include "plumb/training/options.h"
+#include "plumb/training/recovery/fault.h"
+#include "plumb/training/reports/events.h"
+#include "plumb/training/step/gradients.h"
 #include "plumb/transforms/formats/format_recipe.h"
 
 namespace plumb {

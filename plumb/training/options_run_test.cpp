@@ -6,10 +6,10 @@
 #include "plumb/recording/history.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/pipeline_plan.h"
-#include "plumb/training/audit.h"
-#include "plumb/training/dry_run.h"
-#include "plumb/training/lasting.h"
 #include "plumb/training/options_testing.h"
+#include "plumb/training/plan/dry_run.h"
+#include "plumb/training/recovery/audit.h"
+#include "plumb/training/recovery/lasting.h"
 
 namespace plumb::testing_training {
 

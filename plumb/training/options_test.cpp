@@ -4,10 +4,10 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
-#include "plumb/training/dry_run.h"
-#include "plumb/training/lasting.h"
 #include "plumb/training/options_testing.h"
-#include "plumb/training/rates.h"
+#include "plumb/training/plan/dry_run.h"
+#include "plumb/training/recovery/lasting.h"
+#include "plumb/training/step/rates.h"
 
 namespace plumb {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <optional>
 
-#include "plumb/training/events.h"
 #include "plumb/training/job.h"
-#include "plumb/training/loss.h"
+#include "plumb/training/reports/events.h"
+#include "plumb/training/step/loss.h"
 #include "plumb/transforms/verdict/verdict.h"
 
 namespace plumb {

@@ -2,9 +2,9 @@
 #include "errors.h"
 #include "module.h"
 #include "plumb/core/output_file.h"
-#include "plumb/training/loss.h"
-#include "plumb/training/plan_model.h"
-#include "plumb/training/plan_page.h"
+#include "plumb/training/plan/plan_model.h"
+#include "plumb/training/plan/plan_page.h"
+#include "plumb/training/step/loss.h"
 
 namespace plumb::python {
 namespace {

@@ -1,0 +1,147 @@
+#include "plumb/training/step/evaluate.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/training/folder_weights.h"
+#include "plumb/training/stages.h"
+#include "plumb/training/step/loss.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+void stop_training(Graph& graph) {
+  for (Node* node : graph.nodes()) {
+    if (!node->is_call()) continue;
+    for (const char* name : {"train", "training"}) {
+      const Arg* arg = node->try_arg(name);
+      if (arg != nullptr && arg->is_constant() && arg->constant().isBool()) node->set_arg(name, false);
+      // native_dropout's is an optional bool: none means training.
+      if (arg != nullptr && arg->is_none()) node->set_arg(name, false);
+    }
+    const Arg* share = node->try_arg("dropout_p");  // dropout probability of scaled_dot_product_attention
+    if (share != nullptr && share->is_constant() && share->constant().isDouble()) node->set_arg("dropout_p", 0.0);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module) {
+  if (module.is_training() && !module.mode_read_at().empty()) {
+    throw Error(ErrorKind::InvalidState,
+                "the graph was made in training mode, and the model's forward takes another path in evaluation",
+                "the forward reads its training mode: " + module.mode_read_at(),
+                "save the model in evaluation mode, too, and evaluate that file; train without --eval-data");
+  }
+  Graph graph = module.graph().clone();
+  stop_training(graph);
+  return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
+}
+
+Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& samples, const ProcessGroup& world,
+                     const ReplicatedGroups& groups)
+    : options_(options), job_(job), samples_(samples), world_(world), groups_(groups) {
+  rows_ = std::max<int64_t>(1, job.rows / parts_of_step(options));
+  units_ = options.loss == "output" ? samples.rows() / rows_ : (samples.rows() + rows_ - 1) / rows_;
+  if (options.eval_batches > 0) units_ = std::min(units_, options.eval_batches * options.microbatches);
+  if (units_ == 0) {
+    throw UsageError(
+        c10::str("--eval-data ", options.eval_data, ": has ", samples.rows(), " rows, a microbatch ", rows_),
+        "more held-out data");
+  }
+  auto stages = make_stages(options, job, groups.pipeline.rank(), evaluation_graph);
+  for (const auto& [index, stage] : stages) modules_.push_back(std::static_pointer_cast<GraphStage>(stage)->module());
+  PipelineOptions of_run = job.pipeline;
+  of_run.record_timeline = false;
+  of_run.progress = {};
+  of_run.replicas = {};
+  of_run.gradient_groups = 0;
+  pipeline_ = std::make_unique<Pipeline>(job.pipe->table(), job.schedule, std::move(stages), groups.pipeline, of_run);
+}
+
+// Returns a microbatch's rows; those beyond the data are the first row again, with targets that do not count.
+Batch Evaluator::unit(int64_t number) const {
+  std::vector<int64_t> rows(static_cast<size_t>(rows_), 0);
+  const int64_t begin = number * rows_, there = std::clamp<int64_t>(samples_.rows() - begin, 0, rows_);
+  std::iota(rows.begin(), rows.begin() + there, begin);
+  Batch batch = samples_.read(rows);
+  if (there == rows_ || batch.targets.empty()) return batch;
+  at::Tensor& targets = batch.targets[0];
+  if (options_.loss == "cross_entropy") {
+    targets.narrow(0, there, rows_ - there).fill_(options_.ignore_index);
+  } else {
+    at::Tensor counts = at::ones_like(targets);
+    counts.narrow(0, there, rows_ - there).zero_();
+    batch.targets.push_back(counts);
+  }
+  return batch;
+}
+
+Evaluation Evaluator::run() {
+  // Batch norm counts its calls: buffers of this rank's stages are put back.
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept;
+  for (const auto& module : modules_) {
+    for (const Attr& attr : module->state()) {
+      if (attr.kind == AttrKind::Buffer) kept.emplace_back(attr.tensor.detach(), attr.tensor.detach().clone());
+    }
+  }
+  const auto put_back = c10::make_scope_exit([&] {
+    at::NoGradGuard no_grad;
+    for (auto& [tensor, value] : kept) tensor.copy_(value);
+  });
+  const auto together = static_cast<int64_t>(job_.schedule.num_microbatches);
+  const int64_t calls = (units_ + together - 1) / together;
+  const int last = job_.schedule.placement.rank_of(job_.schedule.num_stages() - 1, 0);
+  std::vector<double> values(static_cast<size_t>(units_) * 2);  // loss and count, by microbatch
+  std::vector<int> owners(values.size());
+  for (int64_t call = 0; call < calls; ++call) {
+    const int64_t replica = call % options_.replicas, first = call * together;
+    for (int64_t u = first; u < std::min(units_, first + together); ++u) {
+      owners[2 * u] = owners[2 * u + 1] = static_cast<int>(replica * options_.stages) + last;
+    }
+    if (groups_.replicas.rank() != replica) continue;
+    Parts parts;
+    for (int64_t u = first; u < first + together; ++u) {
+      const Batch batch = unit(u);
+      const Parts one = cut_batch(options_, batch, 1);
+      parts.inputs.push_back(one.inputs[0]);
+      parts.targets.push_back(one.targets[0]);
+      parts.counts.push_back(u < units_ ? one.counts[0] : 0);
+    }
+    const StepResult result = pipeline_->eval_microbatches(parts.inputs, parts.targets, parts.counts);
+    const at::Tensor mean = pipeline_->gather_loss();
+    if (groups_.pipeline.rank() != last) continue;
+    for (int64_t u = first; u < std::min(units_, first + together); ++u) {
+      const auto m = static_cast<size_t>(u - first);
+      // In a two-way table this rank has some of the losses: their mean stands for each.
+      const bool all = static_cast<int64_t>(result.losses.size()) == together;
+      values[2 * u] = (all ? result.losses[m] : mean).item<double>();
+      values[2 * u + 1] = static_cast<double>(parts.counts[m]);
+    }
+  }
+  share_numbers(world_, owners, values);
+  double sum = 0, count = 0;
+  for (size_t i = 0; i < values.size(); i += 2) {
+    if (values[i + 1] == 0) continue;
+    sum += values[i] * values[i + 1];
+    count += values[i + 1];
+  }
+  if (count == 0) throw UsageError("--eval-data " + options_.eval_data + ": no target counts", "other held-out data");
+  return {sum / count, static_cast<int64_t>(count)};
+}
+
+Evaluation evaluate_file(TrainOptions options, const std::function<void(const std::string& what)>& phase) {
+  options.eval_data = options.data;
+  options.eval_targets = options.targets;
+  const TrainJob job = prepare_job(options, {}, {.phase = phase});
+  load_folder_weights(options, job, 0);
+  const ProcessGroup alone;
+  return Evaluator(options, job, *job.eval_samples, alone, divide_into_replicas(alone, 1)).run();
+}
+
+}  // namespace plumb

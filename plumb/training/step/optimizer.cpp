@@ -1,0 +1,161 @@
+#include "plumb/training/step/optimizer.h"
+
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+
+#include "plumb/core/text.h"
+#include "plumb/scaling/optim.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kGroupExample = "--group '*.bias: weight_decay=0, lr=0.1x'";
+
+std::string trimmed(const std::string& text) {
+  const size_t begin = text.find_first_not_of(" \t"), end = text.find_last_not_of(" \t");
+  return begin == std::string::npos ? "" : text.substr(begin, end - begin + 1);
+}
+
+// Returns the value of "0.1" or "0.1x" (`factor` then); NaN if it is none.
+double value_of(std::string text, bool& factor) {
+  factor = text.ends_with('x');
+  if (factor) text.pop_back();
+  char* end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  return !text.empty() && *end == '\0' && std::isfinite(value) && value >= 0 ? value : NAN;
+}
+
+struct OwnRates {
+  double lr, weight_decay;
+};
+
+OwnRates rates_of(const TrainOptions& o, const std::vector<ParameterGroup>& groups, bool tagged,
+                  const std::string& name, const at::Tensor& parameter) {
+  OwnRates own{o.lr, o.weight_decay.value_or(o.optimizer == "adamw" && !tagged ? 0.01 : 0)};
+  for (const ParameterGroup& group : groups) {
+    if (!matches_pattern(group.pattern, name)) continue;
+    own.lr = group.lr.value_or(o.lr) * group.lr_factor.value_or(1);
+    own.weight_decay = group.weight_decay.value_or(own.weight_decay);
+    break;
+  }
+  if (!tagged || own.lr == 0) return own;
+  const optim::ScaledOptions others{.allow_non_unit_scaling_params = true};
+  const optim::LrScale scale =
+      o.optimizer == "sgd" ? optim::lr_scale_func_sgd(std::nullopt) : optim::lr_scale_func_adam;
+  const optim::Rates scaled = optim::scaled_rates(parameter, name, scale, own.lr, own.weight_decay, others);
+  return {scaled.lr, scaled.weight_decay};
+}
+
+// `shared`: the options but for each parameter's own rates.
+template <class Base, class Options>
+std::unique_ptr<torch::optim::Optimizer> make(const NamedTensors& parameters, const std::vector<OwnRates>& rates,
+                                              const Options& shared) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto own = std::make_unique<Options>(shared);
+    own->lr(rates[i].lr);
+    own->weight_decay(rates[i].weight_decay);
+    groups.emplace_back(std::vector<at::Tensor>{parameters[i].second}, std::move(own));
+  }
+  return std::make_unique<Base>(std::move(groups), shared);
+}
+
+template <class Options>
+Options adam_options(const TrainOptions& o) {
+  return Options(o.lr).betas({o.beta1, o.beta2}).eps(o.eps);
+}
+
+std::vector<ParameterGroup> parse_groups(const TrainOptions& o) {
+  std::vector<ParameterGroup> groups;
+  for (const std::string& text : o.groups) groups.push_back(parse_group(text));
+  return groups;
+}
+
+}  // namespace
+
+ParameterGroup parse_group(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  ParameterGroup group{text, trimmed(text.substr(0, colon)), {}, {}, {}};
+  if (colon == std::string::npos || group.pattern.empty()) {
+    throw UsageError("--group " + text + ": is no PATTERN: VALUES", kGroupExample);
+  }
+  for (const std::string& each : split_commas(text.substr(colon + 1))) {
+    const std::string part = trimmed(each);
+    const size_t equals = part.find('=');
+    const std::string key = trimmed(part.substr(0, equals));
+    bool factor = false;
+    const double value = equals == std::string::npos ? NAN : value_of(trimmed(part.substr(equals + 1)), factor);
+    if (std::isnan(value) || (key != "lr" && (key != "weight_decay" || factor))) {
+      throw UsageError("--group " + text + ": '" + part + "' is neither lr=NUMBER, lr=NUMBERx nor weight_decay=NUMBER",
+                       kGroupExample);
+    }
+    (key == "weight_decay" ? group.weight_decay : factor ? group.lr_factor : group.lr) = value;
+  }
+  return group;
+}
+
+std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
+                                                     const std::vector<std::string>& names) {
+  const std::vector<ParameterGroup> groups = parse_groups(options);
+  std::vector<std::vector<std::string>> fitting(groups.size());
+  for (const std::string& name : names) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      if (!matches_pattern(groups[g].pattern, name)) continue;
+      fitting[g].push_back(name);
+      break;
+    }
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (fitting[g].empty()) {
+      throw UsageError("--group " + groups[g].text + ": no parameter's name fits '" + groups[g].pattern +
+                           "' that fits no group before",
+                       names.empty() ? "leave --group out" : "a pattern for names like " + names.front());
+    }
+  }
+  return fitting;
+}
+
+Optimizer::Optimizer(const TrainOptions& o, bool tagged, NamedTensors parameters) : parameters_(std::move(parameters)) {
+  if (o.nesterov && (o.optimizer != "sgd" || o.momentum == 0)) {
+    throw UsageError("--nesterov: is of --optimizer sgd with --momentum", "--optimizer sgd --momentum 0.9 --nesterov");
+  }
+  const std::vector<ParameterGroup> groups = parse_groups(o);
+  std::vector<OwnRates> rates;
+  for (const auto& [name, parameter] : parameters_) {
+    rates.push_back(rates_of(o, groups, tagged, name, parameter));
+    peaks_.push_back(rates.back().lr);
+  }
+  if (parameters_.empty()) return;
+  using namespace torch::optim;
+  if (o.optimizer == "sgd") {
+    optimizer_ = make<SGD>(parameters_, rates, SGDOptions(o.lr).momentum(o.momentum).nesterov(o.nesterov));
+  } else if (o.optimizer == "adam") {
+    optimizer_ = make<Adam>(parameters_, rates, adam_options<AdamOptions>(o));
+  } else {
+    optimizer_ = make<AdamW>(parameters_, rates, adam_options<AdamWOptions>(o));
+  }
+}
+
+NamedTensors Optimizer::state(const std::function<bool(const std::string& name)>& of) const {
+  NamedTensors wanted = parameters_;
+  if (of) std::erase_if(wanted, [&](const auto& parameter) { return !of(parameter.first); });
+  return optimizer_ ? optimizer_state(*optimizer_, wanted) : NamedTensors();
+}
+
+void Optimizer::load_state(const std::string& place, const ReadState& read) {
+  if (optimizer_) load_optimizer_state(*optimizer_, parameters_, place, read);
+}
+
+void Optimizer::set_rate(double share) {
+  for (size_t i = 0; i < peaks_.size(); ++i) optimizer_->param_groups()[i].options().set_lr(peaks_[i] * share);
+}
+
+void Optimizer::step() {
+  if (optimizer_) optimizer_->step();
+}
+
+}  // namespace plumb
