@@ -64,6 +64,15 @@ void check_outputs(const TrainOptions& o) {
   }
   const std::vector<std::string> inputs = {o.file,         o.data,     o.targets, o.mask, o.eval_data,
                                            o.eval_targets, o.schedule, o.record,  o.plan};
+  check_apart({{"--save", o.save},
+               {"--options", o.options},
+               {"--csv", o.csv},
+               {"--page", o.page},
+               {"--timeline", o.timeline},
+               {"--verdict-page", o.verdict_page},
+               {"--verdict-recipe", o.verdict_recipe},
+               {"--history", o.history},
+               {"--hashes", o.hashes}});
   check_writable("--save", o.save, inputs);
   check_writable("--options", o.options, inputs);
   check_writable("--csv", o.csv, inputs);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <map>
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/output_file.h"
@@ -40,6 +41,18 @@ void check_writable(const std::string& option, const std::string& path, const st
     }
   }
   prefixed(option + " ", [&] { const OutputFile probe(path); });
+}
+
+void check_apart(const std::vector<std::pair<std::string, std::string>>& outputs) {
+  std::map<std::filesystem::path, std::string> options;
+  for (const auto& [option, path] : outputs) {
+    if (path.empty() || path == "-") continue;
+    std::error_code missing;
+    const auto [it, fresh] = options.emplace(std::filesystem::weakly_canonical(path, missing), option);
+    if (!fresh)
+      throw UsageError(option + " " + path + ": is the same file as that of " + it->second + ", which would be lost",
+                       option + " with another name");
+  }
 }
 
 double memory_of_process(c10::Device device) {
