@@ -101,13 +101,34 @@ TEST_F(Audits, ARankWhoseMemoryRotsIsNamedAndTheRunEndsUndisturbed) {
 }
 
 TEST_F(Audits, AnAuditChangesNoBitOfARun) {
-  for (const char* layout : {"--stages 2 ", "--data-parallel 2 --microbatches 2 --gradient-groups 2 ",
-                             "--stages 2 --schedule ZBH1 --accumulate 2 "}) {
+  // The second one sends a value that its own stage uses, too.
+  for (const char* layout :
+       {"--stages 2 ", "--stages 2 --at layers.0.up ", "--data-parallel 2 --microbatches 2 --gradient-groups 2 ",
+        "--stages 2 --schedule ZBH1 --accumulate 2 "}) {
     SCOPED_TRACE(layout);
     const Ended audited = plumb(job() + layout + "--audit --audit-every 1 --max-restarts 1");
     EXPECT_EQ(values(audited), values(plumb(job() + layout)));
-    EXPECT_TRUE(values(audited, "audit").empty());
+    EXPECT_TRUE(values(audited, "audit").empty()) << audited.out;
   }
+}
+
+TEST_F(Audits, AnAuditKeepsTheOrderOfAGradientsSumOverStages) {
+  python(
+      "from torch import nn\n"
+      "class Fan(nn.Module):\n"
+      "    def __init__(self):\n"
+      "        super().__init__()\n"
+      "        self.table, self.norm, self.head = nn.Embedding(256, 16), nn.LayerNorm(16), nn.Linear(16, 256)\n"
+      "        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)\n"
+      "    def forward(self, ids):\n"
+      "        x = self.norm(self.table(ids))\n"
+      "        return self.head(x + self.a(x).tanh() + self.b(x).tanh() + self.c(x).tanh())\n"
+      "torch.export.save(torch.export.export(Fan(), (torch.randint(256, (2, 12)),)), 'fan.pt2')\n");
+  const std::string run =
+      "train fan.pt2 --data tokens.bin --steps 9 --microbatches 4 --threads 1 --json --stages 3 --at a,c ";
+  const Ended audited = plumb(run + "--audit --audit-every 1 --max-restarts 1");
+  EXPECT_EQ(values(audited, "norm"), values(plumb(run), "norm"));
+  EXPECT_TRUE(values(audited, "audit").empty()) << audited.out;
 }
 
 TEST_F(Audits, ARankThatComputesWrongIsFoundByAnother) {

@@ -4,6 +4,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <set>
 
 #include "plumb/core/json_text.h"
 #include "plumb/core/mix_bits.h"
@@ -88,30 +89,53 @@ void AuditedStage::watch(int microbatch) {
   const auto made = derive(*module());
   track_scales(*made, *tracker_);
   tracker_->set_enabled(false);
-  watched_stage_ = std::make_unique<GraphStage>(made, table_, index_);
   hashed_.clear(), outputs_.clear();
-  for (const Arg& arg : made->graph().output_node()->args()) {
-    const Node* node = arg.value() != nullptr ? arg.value()->producer() : nullptr;
-    // A recorder may track the same tensor.
-    while (node != nullptr && node->is_op("plumb::track") && node->arg("tracker") != Arg(tracker_->id()))
-      node = node->input(0)->producer();
-    const bool here = node != nullptr && node->is_op("plumb::track");
-    outputs_.push_back(here ? node->arg("slot").constant().toInt() : -1);
+  Graph& graph = made->graph();
+  Node* const output = graph.output_node();
+  const auto before_output = graph.inserting_before(output);
+  for (size_t i = 0; i < output->args().size(); ++i) {
+    Value* const value = output->args()[i].value();
+    outputs_.push_back(-1);
+    if (value == nullptr || !value->producer()->is_op("plumb::track")) continue;
+    // An alias has a gradient of its own, what comes from other stages. What this stage makes of the value adds to the
+    // value's gradient, and comes again when the stage runs again.
+    outputs_.back() = tracker_->add_slot(false);
+    Value* const alias = graph.call("aten::alias", {value})->result();
+    Value* const leaving = graph.call("plumb::track", {alias, outputs_.back(), tracker_->id()})->result();
+    for (Value* each : {alias, leaving}) each->set_meta(value->meta());
+    const Value* tracked = value;
+    while (tracked->producer()->is_op("plumb::track")) tracked = tracked->producer()->input(0);
+    hashed_.emplace_back(outputs_.back(), tracked->name());
+    output->set_arg(i, leaving);
   }
-  std::vector<std::pair<int64_t, std::string>> inputs;
+  num_outputs_ = hashed_.size();
+  // Slots of inputs that later stages have, too: a backward adds to what these made, one by one, and what is watched
+  // has a sum of its own, which would be added at once and round otherwise.
+  std::set<int64_t> summed;
+  const auto& ports = table_.stages[static_cast<size_t>(index_)].inputs;
+  const auto placeholders = graph.placeholders();
+  for (size_t i = 0; i < ports.size(); ++i) {
+    const ValueSource& from = ports[i].source;
+    if (from.is_model_input()) continue;
+    const auto& users = table_.stages[static_cast<size_t>(from.stage)].outputs[from.index].consumers;
+    if (std::ranges::none_of(users, [&](const PortUse& use) { return use.stage > index_; })) continue;
+    for (const Use& use : placeholders[i]->result()->uses()) {
+      if (use.user->is_op("plumb::track") && use.user->arg("tracker") == Arg(tracker_->id()))
+        summed.insert(use.user->arg("slot").constant().toInt());
+    }
+  }
+  watched_stage_ = std::make_unique<GraphStage>(made, table_, index_);
   for (const TrackedTensor& each : tracked_tensors(*made, *tracker_)) {
     ScaleTracker::Wanted wanted{.forward = false, .backward = false, .metrics = false};
     if (std::ranges::count(outputs_, each.slot) > 0) {
       wanted.forward = wanted.backward = wanted.keep = true;
-      hashed_.emplace_back(each.slot, each.tensor.name);
-    } else if (each.tensor.operation == "input" || each.tensor.operation == "parameter") {
+    } else if ((each.tensor.operation == "input" && !summed.contains(each.slot)) ||
+               each.tensor.operation == "parameter") {
       wanted.backward = wanted.hash = true;
-      inputs.emplace_back(each.slot, "the gradient of " + each.tensor.name);
+      hashed_.emplace_back(each.slot, "the gradient of " + each.tensor.name);
     }
     tracker_->want(each.slot, wanted);
   }
-  num_outputs_ = hashed_.size();
-  hashed_.insert(hashed_.end(), inputs.begin(), inputs.end());
 }
 
 Tensors AuditedStage::run(const Tensors& inputs, const Microbatch& microbatch) {
