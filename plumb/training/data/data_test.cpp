@@ -49,6 +49,13 @@ TEST(Permutation, IsAnotherOneForEveryKeyAndHasNoPlaceForARow) {
   }
 }
 
+TEST_F(TrainingData, HasTargetsThatAreNoViewOfTheInputs) {
+  const Batch one = open("held.bin")->read({0});
+  const at::Tensor ids = one.inputs[0].clone();
+  one.targets[0].fill_(-100);
+  EXPECT_TRUE(at::equal(one.inputs[0], ids)) << "of one row, too";
+}
+
 TEST_F(TrainingData, HasEveryRowOnceInAnEpochAndBatchesOverItsEnd) {
   auto batches = epochs(5);
   const auto all = open("held.bin")->rows();

@@ -103,7 +103,9 @@ class TokenWindows : public Samples {
           c10::str(data_, ": has token ", least < 0 ? least : largest, ", the model knows 0 to ", *vocabulary_ - 1),
           "another --token-type, or tokens of the model's own tokenizer");
     }
-    const at::Tensor ids = all.narrow(1, 0, length_).contiguous(), next = all.narrow(1, 1, length_).contiguous();
+    // Copies: a view of one row is contiguous, and who writes to the targets would write to the inputs.
+    const at::Tensor ids = all.narrow(1, 0, length_).clone(at::MemoryFormat::Contiguous),
+                     next = all.narrow(1, 1, length_).clone(at::MemoryFormat::Contiguous);
     return with_targets_ ? Batch{{ids, next}, {}} : Batch{{ids}, {next}};
   }
 
