@@ -100,6 +100,49 @@ TEST_F(Train, EvaluatesAndSamplesWhatItLearned) {
   wrong("eval lm.pt2", "--data");
 }
 
+TEST_F(Train, RoundsByChanceInAnEvaluationByRowsAlone) {
+  const std::string job =
+      base() + "--formats e4m3fn-SR/e5m2-SR --eval-data tokens.bin --eval-batches 3 --eval-every 2 ";
+  const Ended whole = plumb(job + "--microbatches 4 --gradient-groups 2");
+  const auto wanted = values(whole, "eval_loss");
+  ASSERT_EQ(wanted.size(), 3u);
+  EXPECT_EQ(values(plumb(job + "--microbatches 2 --data-parallel 2 --eval-batches 6"), "eval_loss"), wanted);
+  fs::remove_all(folder() / "run");
+  const std::string going_on = job + "--microbatches 4 --gradient-groups 2 --checkpoints run --checkpoint-every 2 ";
+  EXPECT_NE(plumb(going_on + "--inject 'raise rank 0 at 0F1 of step 3'").code, 0);
+  EXPECT_EQ(values(plumb(going_on), "eval_loss"), std::vector<double>(wanted.begin() + 1, wanted.end()));
+}
+
+TEST_F(Train, RoundsAValueThatSeveralStagesMultiplyAsOneProcessDoes) {
+  python(
+      "from torch import nn\n"
+      "class Fan(nn.Module):\n"
+      "    def __init__(self):\n"
+      "        super().__init__()\n"
+      "        self.table = nn.Embedding(256, 16)\n"
+      "        self.norm = nn.LayerNorm(16)\n"
+      "        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)\n"
+      "        self.head = nn.Linear(16, 256, bias=False)\n"
+      "        self.head.weight = self.table.weight\n"
+      "    def forward(self, ids):\n"
+      "        x = self.norm(self.table(ids))\n"
+      "        return self.head(x + self.a(x).tanh() + self.b(x).tanh() + self.c(x).tanh())\n"
+      "torch.export.save(torch.export.export(Fan(), (torch.randint(256, (2, 12)),)), 'fan.pt2')\n");
+  for (const std::string format : {"mxfp8", "e4m3fn-SR/e5m2-SR"}) {
+    const std::string job =
+        "train fan.pt2 --data tokens.bin --steps 4 --lr 0.01 --microbatches 3 --threads 1 --json "
+        "--transmit all --formats " +
+        format;
+    const Ended whole = plumb(job + " --save whole.pt2");
+    const Ended other = plumb(job + " --stages 3 --at b,head --save other.pt2");
+    EXPECT_EQ(values(whole), values(other)) << format;
+    EXPECT_EQ(values(whole, "norm"), values(other, "norm")) << format;
+    EXPECT_TRUE(read(folder() / "whole.pt2") == read(folder() / "other.pt2")) << format;
+  }
+  wrong("train fan.pt2 --data tokens.bin --csv one.csv --page one.csv",
+        "--page one.csv: is the same file as that of --csv");
+}
+
 TEST_F(Train, CutsBatchesThatDoNotDivide) {
   const std::string job =
       "train dynamic.pt2 --data tokens.bin --steps 4 --batch 7 --microbatches 3 --threads 1 --seed 3 --json ";

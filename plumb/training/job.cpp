@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
+#include "plumb/partition/size_policy.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
@@ -208,7 +209,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (!o.formats.empty()) {
     used_by("--formats", [&] {
       job.formats = read_recipe(o.formats);
-      apply_recipe(*derive(module), *job.formats);
+      apply_recipe(*derive(module), *job.formats);  // errors before the data is read
     });
   }
   job.rows = rows_of_step(o, module);
@@ -236,9 +237,16 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
   if (job.plan) needed_by = "--plan " + o.plan;
   const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
-  const CutOptions cuts{
-      o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
+  CutOptions cuts{o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
   job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] { return cut(module, stages, cuts, needed_by); });
+  if (job.formats) {
+    // Rounds the whole model, then cuts it there again: a value that several stages multiply is rounded once, and its
+    // gradients are summed as in one process.
+    const auto rounded = mark_before(module, cut_values(module, *job.pipe));
+    apply_recipe(*rounded, *job.formats);
+    cuts.at.clear(), cuts.before.clear();
+    job.pipe = cut(*rounded, stages, cuts, needed_by);
+  }
   name_parameters(o, job);
   check_verdict(o, job);
   return job;

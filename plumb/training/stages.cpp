@@ -81,11 +81,6 @@ std::map<int, std::shared_ptr<StageFunction>> make_stages(
   for (auto& [index, stage] : stages) {
     auto module = job.pipe->stage(index);
     if (change) module = change(*module);
-    if (job.formats) {
-      const auto rounded = derive(*module);
-      apply_recipe(*rounded, *job.formats, nullptr, /*whole=*/false);
-      module = rounded;
-    }
     if (o.autocast == "bf16") module = bf16_products(*module);
     stage = std::make_shared<GraphStage>(module, job.pipe->table(), index);
     stage->recompute = parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(index)] : o.recompute);

@@ -17,8 +17,7 @@ std::shared_ptr<GraphModule> bf16_products(const GraphModule& module);
 // Returns --device for a process of this number on its host. Throws UsageError for what is no device, or not there.
 at::Device device_of(const TrainOptions& options, int local_rank);
 
-// As stages_of_rank(), with options.recompute, options.autocast and options.formats. `change` returns the graph to run
-// for a stage.
+// As stages_of_rank(), with options.recompute and options.autocast. `change` returns the graph to run for a stage.
 std::map<int, std::shared_ptr<StageFunction>> make_stages(
     const TrainOptions& options, const TrainJob& job, int rank,
     const std::function<std::shared_ptr<GraphModule>(const GraphModule&)>& change = {});

@@ -105,6 +105,10 @@ Evaluation Evaluator::run() {
       owners[2 * u] = owners[2 * u + 1] = static_cast<int>(replica * options_.stages) + last;
     }
     if (groups_.replicas.rank() != replica) continue;
+    // Draws by rows of the data: the same however replicas share them, and in a run that goes on.
+    std::vector<int64_t> begins;
+    for (int64_t u = first; u <= first + together; ++u) begins.push_back(u * rows_);
+    pipeline_->set_step(0, std::move(begins));
     Parts parts;
     for (int64_t u = first; u < first + together; ++u) {
       const Batch batch = unit(u);

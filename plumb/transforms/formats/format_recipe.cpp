@@ -299,8 +299,8 @@ void check_fits(const GraphModule& module, const FormatRecipe& recipe) {
   }
 }
 
-bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report, bool whole) {
-  if (whole) check_fits(module, recipe);
+bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report) {
+  check_fits(module, recipe);
   bool changed = false;
   if (!recipe.scales.empty()) {
     UseFp8Options options;

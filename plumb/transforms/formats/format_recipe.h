@@ -69,8 +69,8 @@ std::vector<std::string> product_names(const GraphModule& module);
 void check_fits(const GraphModule& module, const FormatRecipe& recipe);
 
 // Rewrites the graph in place: use_fp8() where the recipe has scale factors, else simulate_format(), then the loss
-// scale. `whole`: the graph is no part of a model, and check_fits() is asked. Returns whether anything changed.
-bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report = nullptr, bool whole = true);
+// scale. Returns whether anything changed. Throws what check_fits() throws.
+bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report = nullptr);
 
 // Multiplies the gradients of all outputs by a power of two, and those that reach parameters and inputs by its inverse:
 // what loss scaling and the division before the optimizer's step do together, inside of the graph. Gradients that no
