@@ -1,7 +1,9 @@
 #include "plumb/core/json_text.h"
 
 #include <algorithm>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "plumb/core/error.h"
 
@@ -58,6 +60,18 @@ nlohmann::json parse_json(std::string_view text, int max_depth) {
   } catch (const nlohmann::json::exception& e) {
     throw Error(ErrorKind::BadFile, std::string("is not JSON: ") + e.what());
   }
+}
+
+void refuse_repeated_keys(std::string_view text) {
+  std::vector<std::set<std::string>> keys;  // of the open objects
+  const auto note = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
+    if (event == nlohmann::json::parse_event_t::object_start) keys.emplace_back();
+    if (event == nlohmann::json::parse_event_t::object_end) keys.pop_back();
+    if (event == nlohmann::json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
+      throw Error(ErrorKind::BadFile, "has '" + parsed.get<std::string>() + "' twice");
+    return true;
+  };
+  static_cast<void>(nlohmann::json::parse(text.begin(), text.end(), note));
 }
 
 }  // namespace plumb

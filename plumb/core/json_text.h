@@ -18,4 +18,8 @@ uint64_t json_memory(std::string_view text);
 // document may recurse. Throws Error(BadFile) if the text is no JSON or nested deeper than `max_depth`.
 nlohmann::json parse_json(std::string_view text, int max_depth = 64);
 
+// Throws Error(BadFile) if an object of a text that parse_json() took has a key twice: of two values one would be
+// passed over in silence.
+void refuse_repeated_keys(std::string_view text);
+
 }  // namespace plumb

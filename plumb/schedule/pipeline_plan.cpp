@@ -90,14 +90,17 @@ std::string to_json(const PipelinePlan& plan) {
 PipelinePlan parse_plan(std::string_view text, const std::string& where) {
   const nlohmann::json document = [&] {
     try {
-      return parse_json(text, 4);
+      nlohmann::json parsed = parse_json(text, 4);
+      refuse_repeated_keys(text);
+      return parsed;
     } catch (const Error& e) {
       throw Error(ErrorKind::BadFile, "is no plan of plumb: " + e.message(), where, "a file that plumb plan -o wrote");
     }
   }();
   const Reader reader(document, where);
   if (!document.is_object()) reader.fail("it is no object");
-  reader.whole("plumb_plan", kVersion, kVersion);
+  if (reader.whole("plumb_plan", 1, 65536) != kVersion)
+    throw Error(ErrorKind::BadFile, "is a plan of a newer plumb", where, "plan again with this one: plumb plan -o");
   const int ranks = reader.whole("ranks", 1, kMostRanks);
   PipelinePlan plan;
   std::string csv;
@@ -125,7 +128,11 @@ PipelinePlan parse_plan(std::string_view text, const std::string& where) {
   plan.seconds = reader.number(reader.entry("seconds"), "seconds");
   if (!reader.entry("memory").is_array()) reader.fail("'memory' is no list");
   for (const auto& bytes : reader.entry("memory")) plan.memory.push_back(reader.number(bytes, "memory"));
-  require_runnable(plan.schedule, {}, {.blocking_receives = false});
+  try {
+    require_runnable(plan.schedule, {}, {.blocking_receives = false});
+  } catch (const Error& e) {
+    throw Error(e.kind(), e.message(), where, "a file that plumb plan -o wrote, as it wrote it");
+  }
   return plan;
 }
 

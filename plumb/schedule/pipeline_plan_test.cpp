@@ -33,7 +33,9 @@ TEST(PipelinePlan, SaysWhichEntryIsWrong) {
   EXPECT_THAT(problem("{"), HasSubstr("is no plan of plumb"));
   EXPECT_THAT(problem("[1]"), HasSubstr("is no plan of plumb"));
   EXPECT_THAT(problem("{}"), HasSubstr("'plumb_plan' is missing"));
-  EXPECT_THAT(problem(changed("plumb_plan", 2)), HasSubstr("'plumb_plan'"));
+  EXPECT_THAT(problem(changed("plumb_plan", "1")), HasSubstr("'plumb_plan'"));
+  EXPECT_THAT(problem(changed("plumb_plan", 2)), HasSubstr("a newer plumb"));
+  EXPECT_THAT(problem(R"({"replicas": 2, )" + to_json(example()).substr(1)), HasSubstr("has 'replicas' twice"));
   EXPECT_THAT(problem(changed("ranks", 3)), HasSubstr("2 rows for 3 ranks"));
   EXPECT_THAT(problem(changed("ranks", 1e9)), HasSubstr("'ranks'"));
   EXPECT_THAT(problem(changed("microbatches", 5)), HasSubstr("4 microbatches"));
@@ -45,7 +47,9 @@ TEST(PipelinePlan, SaysWhichEntryIsWrong) {
   EXPECT_THAT(problem(changed("seconds", "soon")), HasSubstr("'seconds'"));
   EXPECT_THAT(problem(changed("table", {"0F0\n1F0", "1F0"})), HasSubstr("more than actions"));
   EXPECT_THAT(problem(changed("table", {"0F999999999", ""})), HasSubstr("names number 999999999"));
-  EXPECT_NE(problem(changed("table", {"0F0,1F0", "1F0"})), "") << "a table that cannot run";
+  nlohmann::json table = nlohmann::json::parse(to_json(example()))["table"];
+  table[0] = table[0].get<std::string>() + ",0F0";
+  EXPECT_THAT(problem(changed("table", table)), testing::AllOf(HasSubstr("cannot run"), HasSubstr("at: best.json")));
   EXPECT_THAT(problem(std::string(5000, '[')), HasSubstr("is no plan of plumb"));
 }
 

@@ -10,6 +10,8 @@
 namespace plumb {
 namespace {
 
+constexpr const char* kPlanAgain = "the model that the plan was made for, or a plan of this one: plumb plan -o";
+
 std::pair<std::string, SplitPoint> split_point(const std::string& text) {
   const std::string end = ":end";
   if (text.ends_with(end)) return {text.substr(0, text.size() - end.size()), SplitPoint::End};
@@ -43,7 +45,7 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
     options.policy = [](const Node&) { return 0; };
     where = "one stage gives";
   } else if (!cuts.before.empty()) {
-    where = "the plan gives";
+    // marked below
   } else if (!at.empty()) {
     where = "--at gives";
     for (const std::string& name : at) options.points.push_back(split_point(name));
@@ -59,10 +61,13 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
   choose_multi_use(module, cuts.transmit, options);
   options.wire = cuts.wire;
   used_by("--wire", [&] { check(options.wire.formats); });
-  const auto pipe = prefixed(at.empty() ? "" : "--at: ", [&] {
-    return cuts.before.empty() ? pipeline(module, options) : pipeline(*mark_before(module, cuts.before), options);
-  });
+  const bool planned = !cuts.before.empty();
+  std::shared_ptr<GraphModule> marked_there;
+  if (planned) marked_there = used_by("the cut", [&] { return mark_before(module, cuts.before); }, kPlanAgain);
+  const auto pipe =
+      prefixed(at.empty() ? "" : "--at: ", [&] { return pipeline(planned ? *marked_there : module, options); });
   if (stages != 0 && pipe->num_stages() != stages) {
+    if (planned) throw UsageError(c10::str("the cut gives ", pipe->num_stages(), " stages of ", stages), kPlanAgain);
     throw UsageError(c10::str(needed_by, " needs ", stages, " stages: ", where, " ", pipe->num_stages()),
                      c10::str("--at with ", stages - 1, " module", stages == 2 ? "" : "s", ", or another --stages"));
   }
