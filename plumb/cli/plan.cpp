@@ -34,6 +34,7 @@ struct PlanArguments {
   std::vector<std::string> names;
   std::vector<int> stages_per_rank = {1, 2, 3};
   std::vector<double> machine, link;
+  StageCostOptions messages;  // costs of messages by --link
   int ranks = 0, microbatches = 0, replicas = 1, threads = 1;
   int64_t batch = 1, length = 0;  // rows of a microbatch and tokens of a row, for a folder's model
   double held = 1;
@@ -72,15 +73,11 @@ CostsOf given_costs(const PlanArguments& o) {
 }
 
 StageCostOptions cost_options(const PlanArguments& o, const GraphModule& module) {
-  StageCostOptions options;
+  StageCostOptions options = o.messages;
   if (!o.machine.empty()) {
     options.machine.flops_per_second = o.machine[0];
     options.machine.bytes_per_second = o.machine[1];
-    options.bytes_per_second = o.machine[2];
-  }
-  if (!o.link.empty()) {
-    options.bytes_per_second = o.link[0] * 1e9;
-    options.seconds_per_message = o.link.size() > 1 ? o.link[1] * 1e-6 : 0;
+    if (o.link.empty()) options.bytes_per_second = o.machine[2];
   }
   options.loss = used_by("--loss", [&] { return example_loss(o.loss, module); });
   return options;
@@ -123,6 +120,7 @@ void check_arguments(PlanArguments& o) {
   check_writable("--csv", o.csv, {o.file});
   check_writable("-o", o.out, {o.file});
   check_writable("--html", o.html, {o.file});
+  check_apart({{"--svg", o.svg}, {"--csv", o.csv}, {"-o", o.out}, {"--html", o.html}});
   if (o.file.empty() == o.costs.empty()) {
     throw UsageError("a .pt2 file, a folder or --costs is needed, and not two of them",
                      "--costs 1,1,1, or the name of a file");
@@ -131,11 +129,13 @@ void check_arguments(PlanArguments& o) {
     throw UsageError("--costs: three or four numbers are needed", "--costs FORWARD,INPUT,WEIGHT,MESSAGE");
   if (!o.machine.empty() && o.machine.size() != 3)
     throw UsageError("--machine: three numbers are needed", "--machine FLOPS,BYTES,NETWORK");
-  if (o.machine.size() == 3 && std::ranges::any_of(o.machine, [](double x) { return !(x > 0); }))
-    throw UsageError("--machine: its numbers are above zero", "--machine 4e14,2e12,5e10");
-  if (o.link.size() > 2 || std::ranges::any_of(o.link, [](double x) { return !(x >= 0); }) ||
-      (!o.link.empty() && !(o.link[0] > 0)))
-    throw UsageError("--link: a rate above zero and a latency are needed", "--link GB/S,MICROSECONDS");
+  if (std::ranges::any_of(o.machine, [](double x) { return !(x >= 1 && x <= 1e30); }))
+    throw UsageError("--machine: its numbers are from 1 to 1e30", "--machine 4e14,2e12,5e10");
+  if (o.link.size() > 2) throw UsageError("--link: a rate and a latency are needed", "--link GB/S,MICROSECONDS");
+  if (!o.link.empty())
+    used_by(
+        "--link", [&] { set_link(o.messages, o.link[0], o.link.size() > 1 ? o.link[1] : 0); },
+        "--link GB/S,MICROSECONDS");
   if (!o.measured() && !(o.out + o.html + o.loss).empty())
     throw UsageError("-o, --html and --loss are for a file: given costs have no cut", "the name of a file");
   if (o.microbatches == 0) o.microbatches = 2 * o.ranks;
@@ -315,10 +315,10 @@ void add_plan(CLI::App& app) {
                   "Instead of a file: a rank's forward, input half, weight half and a message, in any unit: --costs "
                   "10,10,8,0.4")
       ->delimiter(',')
-      ->check(number_within(0, std::numeric_limits<double>::infinity()));
-  sub->add_option("--ranks", o->ranks, "Processes of the pipeline")->required()->check(whole_number(1));
+      ->check(number_within(0, 1e100));
+  sub->add_option("--ranks", o->ranks, "Processes of the pipeline")->required()->check(whole_number(1, 1024));
   sub->add_option("--microbatches", o->microbatches, "Parts of a batch (default: twice the ranks)")
-      ->check(whole_number(1));
+      ->check(whole_number(1, 65536));
   sub->add_option("--memory-limit,--memory", o->memory,
                   "Memory of a rank, AdamW's state included: 800MiB; with --costs: microbatches of a whole rank");
   sub->add_option("--held-for-weight", o->held,
@@ -328,7 +328,7 @@ void add_plan(CLI::App& app) {
       ->check(whole_number(1, 65536));
   sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried: 2,4 (default: 1,2,3)")
       ->delimiter(',')
-      ->check(whole_number(1));
+      ->check(whole_number(1, 1024));
   sub->add_option(
          "--schedules", o->names,
          "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, Searched (an order for one stage a rank) and, for "
@@ -352,7 +352,7 @@ void add_plan(CLI::App& app) {
   sub->add_option("--length", o->length,
                   "Tokens of a row, for a folder's model (default: the config's longest, at most 2048)")
       ->check(whole_number(1, 1 << 24));
-  sub->add_option("--threads", o->threads, "Threads to measure with")->check(whole_number(1));
+  sub->add_option("--threads", o->threads, "Threads to measure with")->check(whole_number(1, 1024));
   sub->add_option("--svg", o->svg, "Draw the time line of the one taken");
   sub->add_option("-o,--out", o->out, "Write the plan for plumb train --plan: cut, ranks, table and recomputation");
   sub->add_option("--html", o->html, "A page: its time line beside the best named one, memory by rank");

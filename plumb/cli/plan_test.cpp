@@ -21,6 +21,7 @@ TEST_F(Planning, PlansForGivenCostsWithinAMemoryLimit) {
   wrong("plan --ranks 4 --microbatches 8 --costs 1,1", "--costs");
   wrong(costs + "--memory-limit much", "--memory-limit");
   wrong(costs + "--schedules nope", "nope");
+  wrong("plan --ranks 2 --costs 1e308,1e308,1e308", "--costs");
 }
 
 TEST_F(Planning, PlanMeasuresTheStepThatItDraws) {
@@ -92,8 +93,9 @@ TEST_F(Planning, WritesAPlanThatATrainingFollowsWithTheBitsOfOneProcess) {
   EXPECT_EQ(plumb(train + "--plan best.json --stages 2 --dry-run").code, 0) << "what the plan says, said twice";
   wrong(train + "--plan best.json --stages 4", "--stages");
   wrong(train + "--plan best.json --schedule GPipe", "--plan");
-  EXPECT_EQ(plumb("train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --plan best.json").code, 1)
-      << "a plan of another model";
+  const Ended other = plumb("train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --plan best.json");
+  EXPECT_EQ(other.code, 1) << "a plan of another model";
+  EXPECT_NE(other.err.find("or a plan of this one: plumb plan -o"), std::string::npos) << other.err;
   shell("echo '{}' > bad.json");
   const Ended bad = plumb(train + "--plan bad.json");
   EXPECT_EQ(bad.code, 1);
@@ -110,6 +112,12 @@ TEST_F(Planning, PlansWithTheLossAndTheLinkThatItIsTold) {
   EXPECT_EQ(step("--loss cross_entropy"), step("")) << "planned with a loss unless none is asked for";
   EXPECT_GT(step("--link 0.001,1000"), step("--link 100,1"));
   wrong(kPlan + std::string("--link 0"), "--link");
+  wrong(kPlan + std::string("--link inf,1"), "--link");
+  wrong(kPlan + std::string("--link 1,inf"), "--link");
+  wrong(kPlan + std::string("--link 1e-300,1"), "--link");
+  wrong(kPlan + std::string("--machine 1e-308,1,1"), "--machine");
+  wrong(kPlan + std::string("--threads 100000"), "--threads");
+  wrong(kPlan + std::string("-o both.json --html both.json"), "--html both.json: is the same file as that of -o");
   wrong(kPlan + std::string("--link 1,2,3"), "--link");
   wrong(kPlan + std::string("--loss output"), "--loss");
   wrong("plan --costs 1,1,1 --ranks 2 -o best.json", "-o");

@@ -14,6 +14,8 @@
 namespace plumb {
 namespace {
 
+constexpr double kMostCost = 1e100;  // sums of as many as memory holds are finite, and so are their squares
+
 std::vector<double> spread(const std::vector<double>& values, int num_stages, const char* what) {
   std::size_t count = static_cast<std::size_t>(num_stages);
   if (values.size() != 1 && values.size() != count) {
@@ -22,8 +24,8 @@ std::vector<double> spread(const std::vector<double>& values, int num_stages, co
                 "give one for all stages or one a stage");
   }
   for (double value : values) {
-    if (!std::isfinite(value) || value < 0) {
-      throw Error(ErrorKind::InvalidArgument, str("the ", what, " cost ", value, " is below zero or not finite"));
+    if (!(value >= 0 && value <= kMostCost)) {
+      throw Error(ErrorKind::InvalidArgument, str("a ", what, " cost is not between 0 and 1e100"));
     }
   }
   return values.size() == count ? values : std::vector<double>(count, values.front());

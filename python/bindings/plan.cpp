@@ -39,14 +39,13 @@ std::function<at::Tensor(const Tensors&)> loss_of(const py::object& loss, const 
 }
 
 std::unique_ptr<PythonPlanned> plan(std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs,
-                                    PlanRequest request, double memory, const py::object& loss, double gigabytes,
-                                    double microseconds) {
-  if (memory > 0) request.memory_limit = memory;
-  if (!(gigabytes > 0) || !(microseconds >= 0))
-    throw Error(ErrorKind::InvalidArgument, "the link has no rate above zero", "",
-                "link=(12.5, 20): GB/s, microseconds");
-  request.costs.bytes_per_second = gigabytes * 1e9;
-  request.costs.seconds_per_message = microseconds * 1e-6;
+                                    PlanRequest request, std::optional<double> memory, const py::object& loss,
+                                    double gigabytes, double microseconds) {
+  if (memory && !(*memory > 0))
+    throw Error(ErrorKind::InvalidArgument, c10::str("memory ", *memory, " is no number of bytes above zero"), "",
+                "memory=8e9, or None for what the quickest named schedule takes");
+  if (memory) request.memory_limit = *memory;
+  set_link(request.costs, gigabytes, microseconds);
   request.costs.loss = loss_of(loss, *module);
   auto made = std::make_unique<PythonPlanned>(PythonPlanned{module, {}, request.replicas});
   py::gil_scoped_release release;
@@ -95,8 +94,9 @@ Register plan_part([](py::module_& m) {
   m.def(
       "plan_model",
       [](std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs, int ranks,
-         int microbatches, int replicas, double memory, const py::object& loss, std::pair<double, double> link,
-         std::vector<int> stages_per_rank, std::vector<std::string> names, bool estimate, int tables) {
+         int microbatches, int replicas, std::optional<double> memory, const py::object& loss,
+         std::pair<double, double> link, std::vector<int> stages_per_rank, std::vector<std::string> names,
+         bool estimate, int tables) {
         PlanRequest request{.ranks = ranks,
                             .microbatches = microbatches,
                             .replicas = replicas,

@@ -59,8 +59,12 @@ def test_what_cannot_be_planned_says_why(net, tmp_path):
     x = torch.randn(4, 16)
     with pytest.raises(plumb.Error, match="the least that a rank needs"):
         plan(net, (x,), ranks=2, memory=1.0, tables=100)
-    with pytest.raises(plumb.Error, match="no rate above zero"):
-        plan(net, (x,), ranks=2, link=(0, 1))
+    for memory in (0, -1, float("nan")):
+        with pytest.raises(plumb.Error, match="no number of bytes above zero"):
+            plan(net, (x,), ranks=2, memory=memory)
+    for link in ((0, 1), (float("inf"), 1), (1, float("nan"))):
+        with pytest.raises(plumb.Error, match="the link has no rate"):
+            plan(net, (x,), ranks=2, link=link)
     (tmp_path / "bad.json").write_text('{"plumb_plan": 1}')
     with pytest.raises(plumb.Error, match="is no plan of plumb"):
         Plan(tmp_path / "bad.json")

@@ -244,6 +244,13 @@ PipelinePlan PlannedModel::plan_of(const GraphModule& module, const ScheduleChoi
   return plan;
 }
 
+void set_link(StageCostOptions& costs, double gigabytes, double microseconds) {
+  if (!(gigabytes >= 1e-9 && gigabytes <= 1e9 && microseconds >= 0 && microseconds <= 1e12))
+    throw Error(ErrorKind::InvalidArgument, "the link has no rate from 1e-9 to 1e9 GB/s and latency from 0 to 1e12 us");
+  costs.bytes_per_second = gigabytes * 1e9;
+  costs.seconds_per_message = microseconds * 1e-6;
+}
+
 PlannedModel plan_model(const GraphModule& module, const std::vector<c10::IValue>& inputs, const PlanRequest& request,
                         const std::function<void(const std::string& what)>& phase) {
   return Planner(module, inputs, request, phase).plan();

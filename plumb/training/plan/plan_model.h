@@ -48,6 +48,10 @@ struct PlannedModel {
 
 constexpr const char* kJoint = "Joint";
 
+// Sets what messages between ranks take: GB a second, and microseconds of each. Throws Error(InvalidArgument) for what
+// no link has.
+void set_link(StageCostOptions& costs, double gigabytes, double microseconds);
+
 // `inputs`: a microbatch, flat; not used for estimates. `phase` is told what begins. Throws Error(UnknownName) for
 // schedules, and what a stage throws. A schedule that cannot be had is a choice with a problem.
 PlannedModel plan_model(const GraphModule& module, const std::vector<c10::IValue>& inputs, const PlanRequest& request,

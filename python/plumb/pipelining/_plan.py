@@ -112,7 +112,7 @@ def plan(
     source, _ = make_source(module, mb_args, mb_kwargs)
     planned = _C.plan_model(
         source.engine, source.example, ranks=ranks, microbatches=microbatches or 2 * ranks, replicas=replicas,
-        memory=0.0 if memory is None else float(memory), loss=loss, link=link, stages_per_rank=list(stages_per_rank),
+        memory=memory, loss=loss, link=link, stages_per_rank=list(stages_per_rank),
         names=list(schedules), estimate=estimate, tables=tables,
     )  # fmt: skip
     made = Plan(planned.plan(take))
