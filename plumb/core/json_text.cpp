@@ -63,7 +63,7 @@ nlohmann::json parse_json(std::string_view text, int max_depth) {
 }
 
 void refuse_repeated_keys(std::string_view text) {
-  std::vector<std::set<std::string>> keys;  // of the open objects
+  std::vector<std::set<std::string>> keys;  // Keys of the open objects
   const auto note = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
     if (event == nlohmann::json::parse_event_t::object_start) keys.emplace_back();
     if (event == nlohmann::json::parse_event_t::object_end) keys.pop_back();
