@@ -66,6 +66,8 @@ void run_diff(const DiffArguments& o) {
     throw UsageError(o.a + " and " + o.b + ": are of two kinds", "two histories, two checkpoints or two .pt2 files");
   if (!files && !o.inputs.empty())
     throw UsageError("--input: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
+  if (!files && (o.tolerance != 0 || o.device != "cpu"))
+    throw UsageError("--tolerance, --device: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
   if (!o.replays.empty() && (o.replays.size() != 2 || files || folders))
     throw UsageError("--replays: takes the histories of both runs' step done again", "--replays A_AGAIN B_AGAIN");
   check_writable("--html", o.html, {o.a, o.b});

@@ -241,36 +241,62 @@ std::vector<std::vector<size_t>> values_sent(const std::vector<DiffTensor>& tens
   return sent;
 }
 
+// Returns the elements as a plain tensor on the CPU.
+at::Tensor plain(const at::Tensor& given) {
+  if (given.is_meta() || given.is_nested()) {
+    throw Error(ErrorKind::InvalidArgument, given.is_meta() ? "a meta tensor has no values" : "a nested tensor", "",
+                "compare tensors that have one size and values");
+  }
+  at::Tensor x = given.detach();
+  if (x.layout() != at::kStrided) x = x.to_dense();
+  if (x.is_quantized()) x = x.int_repr();
+  x = x.resolve_conj().resolve_neg().cpu().contiguous();
+  if (x.is_complex()) x = at::view_as_real(x);
+  return x.scalar_type() == at::kFloat4_e2m1fn_x2 ? x.view(at::kByte) : x;
+}
+
+at::Tensor bits_of(const at::Tensor& x) {
+  const auto size = x.element_size();
+  return x.view(size == 8 ? at::kLong : size == 4 ? at::kInt : size == 2 ? at::kShort : at::kChar);
+}
+
+// Returns the bits of floating-point numbers as integers that are in the order of the numbers.
 at::Tensor ordered_bits(const at::Tensor& x) {
-  const auto type = x.element_size() == 8 ? at::kLong : x.element_size() == 4 ? at::kInt : at::kShort;
-  const at::Tensor bits = x.contiguous().reshape({-1}).view(type).to(at::kLong);
+  const at::Tensor bits = bits_of(x).to(at::kLong);
   const auto least = static_cast<int64_t>(uint64_t{1} << (8 * static_cast<unsigned>(x.element_size()) - 1));
   return at::where(bits < 0, (x.element_size() == 8 ? least : -least) - bits, bits);
+}
+
+double most_ulps(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  const at::Tensor x = ordered_bits(a), y = ordered_bits(b);
+  const at::Tensor apart = (x.to(at::kDouble) - y.to(at::kDouble)).abs();
+  constexpr double kFar = 1e18;  // 64-bit integers overflow beyond, doubles are not exact below
+  return at::where(apart < kFar, (x - y).abs().to(at::kDouble), apart).max().item<double>();
 }
 
 }  // namespace
 
 TensorDistance distance_between(const at::Tensor& a_given, const at::Tensor& b_given) {
   const at::NoGradGuard no_grad;
-  const at::Tensor a = a_given.detach().cpu(), b = b_given.detach().cpu();
+  const at::Tensor a = plain(a_given), b = plain(b_given);
   TensorDistance out;
-  out.elements = a.numel();
+  out.elements = a_given.numel();
+  out.ulps = out.relative = NAN;
+  if (a_given.scalar_type() != b_given.scalar_type())
+    out.types = c10::str(a_given.scalar_type(), " and ", b_given.scalar_type());
   if (a.sizes() != b.sizes()) {
-    out.differing = out.elements, out.ulps = out.relative = NAN;
+    out.other_sizes = true;
+    out.differing = std::max<int64_t>({a_given.numel(), b_given.numel(), 1});
     return out;
   }
   const bool same_type = a.scalar_type() == b.scalar_type();
-  const bool words = a.is_floating_point() && a.element_size() >= 2;
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
-  if (same_type && words) {
-    const auto type = a.element_size() == 8 ? at::kLong : a.element_size() == 4 ? at::kInt : at::kShort;
-    out.differing = (a.contiguous().view(type) != b.contiguous().view(type)).sum().item<int64_t>();
-    const at::Tensor apart = (ordered_bits(a).to(at::kDouble) - ordered_bits(b).to(at::kDouble)).abs();
-    out.ulps = apart.numel() > 0 ? apart.max().item<double>() : 0;
-  } else {
-    out.differing = (x != y).sum().item<int64_t>();
-    out.ulps = same_type ? 0 : NAN;
-  }
+  at::Tensor apart = same_type ? bits_of(a) != bits_of(b) : (x != y).logical_and((x == x).logical_or(y == y));
+  if (a_given.is_complex() && b_given.is_complex()) apart = apart.any(-1);
+  out.differing = apart.sum().item<int64_t>();
+  if (same_type && a.is_floating_point() && a.element_size() >= 2) out.ulps = most_ulps(a, b);
+  out.relative = 0;
   if (out.differing == 0) return out;
   const double norm = x.norm().item<double>(), difference = (x - y).norm().item<double>();
   out.relative = difference == 0 ? 0 : difference / norm;
@@ -278,9 +304,10 @@ TensorDistance distance_between(const at::Tensor& a_given, const at::Tensor& b_g
 }
 
 std::string TensorDistance::to_string() const {
-  if (differing == 0) return "equal";
-  if (std::isnan(ulps) && std::isnan(relative)) return "other sizes";
-  std::string text = c10::str(differing, " of ", elements, " elements");
+  const std::string of_types = types.empty() ? "" : "types " + types + ", ";
+  if (other_sizes) return of_types + "other sizes";
+  if (differing == 0) return of_types + "equal";
+  std::string text = of_types + c10::str(differing, " of ", elements, " elements");
   if (!std::isnan(ulps)) text += ", at most " + short_number(ulps) + " ulp";
   return text + ", relative " + short_number(relative, 2);
 }
@@ -406,10 +433,14 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
     const size_t dot = name.rfind('.');
     DiffTensor line{
         {name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()), tensor.sizes().vec()}};
-    line.distance = distance_between(tensor, other->second);
+    try {
+      line.distance = distance_between(tensor, other->second);
+    } catch (const Error& e) {
+      throw Error(e.kind(), name + ": " + e.message(), "", e.remedy());
+    }
     Difference place{report.tensors.size(), DiffKind::Value};
     place.distance = line.distance;
-    compared.push_back({place, line.distance->differing > 0});
+    compared.push_back({place, line.distance->differing > 0 || !line.distance->types.empty()});
     report.tensors.push_back(std::move(line));
   }
   for (const auto& [name, tensor] : b)

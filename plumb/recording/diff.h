@@ -27,10 +27,13 @@ enum class DiffBasis {
 // The distance of two tensors of the same sizes.
 struct TensorDistance {
   int64_t elements = 0, differing = 0;
-  double ulps = 0;      // the most, in units of the last place; NaN if the types differ
+  double ulps = 0;      // the most, in units of the last place; NaN unless both have one floating-point type
   double relative = 0;  // norm of the difference over that of the first
+  bool other_sizes = false;
+  std::string types = {};  // both, if they differ
   std::string to_string() const;
 };
+// Throws Error(InvalidArgument) for tensors without values.
 TensorDistance distance_between(const at::Tensor& a, const at::Tensor& b);
 
 struct DiffTensor {
@@ -63,6 +66,9 @@ struct DiffReport {
   std::vector<DiffTensor> tensors;
   int64_t also_steps = 0;  // compared steps after the first different one
 
+  // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal.
+  bool equal() const { return compared > 0 && !first && !(by_name() && !(only_a.empty() && only_b.empty())); }
+  bool by_name() const;  // state dicts and checkpoints
   // Returns "Equal to step 411. In step 412 first: the gradient of ...; 40 later ones follow from it."
   std::string conclusion() const;
   std::string statement() const;  // the basis in words

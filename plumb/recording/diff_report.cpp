@@ -50,6 +50,11 @@ const char* name_of(DiffTensor::State state) {
 
 std::string DiffReport::conclusion() const {
   const std::string up_to = equal_to ? c10::str("Equal to step ", *equal_to, ".") : "";
+  if (compared == 0 && !first) return "Nothing was compared: they have no tensor in common.";
+  if (by_name() && !first && !equal()) {
+    return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
+                    only_b.size(), " only in ", b, ".");
+  }
   if (!first) return (up_to.empty() ? "Equal." : up_to) + c10::str(" ", compared, " tensors were compared.");
   const HistoryTensor& tensor = tensors[first->tensor].tensor;
   std::string text = up_to + (up_to.empty() ? "" : " ");
@@ -63,10 +68,14 @@ std::string DiffReport::conclusion() const {
   return text + ".";
 }
 
-std::string DiffReport::statement() const {
+bool DiffReport::by_name() const {
   const bool in_steps = equal_to || (first && first->step);
-  if (!in_steps && !tensors.empty() && tensors.front().tensor.operation == "state")
-    return "Tensors were compared by their names.";
+  return !in_steps && !tensors.empty() && tensors.front().tensor.operation == "state";
+}
+
+std::string DiffReport::statement() const {
+  if (compared == 0) return "Names decide which tensors are compared.";
+  if (by_name()) return "Tensors were compared by their names.";
   switch (basis) {
     case DiffBasis::SameRows:
       return first && first->kind == DiffKind::GradientSum
@@ -114,7 +123,7 @@ std::string DiffReport::to_text() const {
 nlohmann::json DiffReport::to_json() const {
   nlohmann::json out = {{"a", a},
                         {"b", b},
-                        {"equal", !first},
+                        {"equal", equal()},
                         {"conclusion", conclusion()},
                         {"statement", statement()},
                         {"compared", compared},

@@ -3,8 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <map>
+#include <mutex>
 
+#include "plumb/capture/module_state_guard.h"
+#include "plumb/core/error.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/tensors/node_seeds.h"
 #include "plumb/transforms/module.h"
 #include "plumb/transforms/track/track_scales.h"
 
@@ -56,33 +60,40 @@ at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs) {
   return sum;
 }
 
-// Runs a tracked module forward and backward, and takes away what this adds to gradients.
-void run_both_ways(GraphModule& module, std::vector<c10::IValue> inputs, const ModuleDiffOptions& options) {
-  const at::AutoGradMode with_gradients(true);
+std::vector<c10::IValue> on_device_of(const GraphModule& module, std::vector<c10::IValue> inputs) {
   const auto device = device_of(module);
   for (c10::IValue& input : inputs) {
     if (!input.isTensor() || !input.toTensor().defined()) continue;
     const at::Tensor& given = input.toTensor();
     input = device ? given.detach().to(*device).requires_grad_(given.requires_grad()) : given.detach();
   }
-  std::vector<std::pair<at::Tensor, at::Tensor>> before;
+  return inputs;
+}
+
+// Runs a tracked module forward and backward, and leaves nothing behind.
+void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModule&)>& loss_of) {
+  const at::AutoGradMode with_gradients(true);
+  ModuleStateGuard guard(module.state(), {});
+  std::vector<at::Generator> generators{at::globalContext().defaultGenerator(at::kCPU)};
+  if (const auto device = device_of(module); device && !device->is_cpu() && !device->is_meta())
+    generators.push_back(at::globalContext().defaultGenerator(*device));
+  for (at::Generator& generator : generators) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(1);
+  }
+  const NodeSeeds seeds(1, generators);
   for (const Attr& attr : module.state()) {
-    if (!attr.tensor.defined() || !attr.tensor.requires_grad()) continue;
-    before.emplace_back(attr.tensor, attr.tensor.grad());
-    attr.tensor.mutable_grad().reset();
+    if (!attr.tensor.defined()) continue;
+    if (attr.kind == AttrKind::Buffer && attr.tensor.has_storage()) guard.before_write(attr.tensor);
+    if (attr.tensor.requires_grad() && attr.tensor.is_leaf()) attr.tensor.mutable_grad().reset();
   }
-  const auto restore = [&] {
-    for (auto& [tensor, gradient] : before) tensor.mutable_grad() = gradient;
-  };
-  try {
-    const std::vector<c10::IValue> outputs = module.run(std::move(inputs));
-    const at::Tensor loss = options.loss ? options.loss(outputs) : sum_of_outputs(outputs);
-    if (loss.defined() && loss.requires_grad()) loss.backward();
-  } catch (...) {
-    restore();
-    throw;
+  const at::Tensor loss = loss_of(module);
+  if (!loss.defined()) return;
+  if (loss.numel() != 1) {
+    throw Error(ErrorKind::InvalidArgument, c10::str("the loss has ", loss.numel(), " elements"), "",
+                "return a tensor of one element to go backward from");
   }
-  restore();
+  if (loss.requires_grad()) loss.backward();
 }
 
 }  // namespace
@@ -90,6 +101,11 @@ void run_both_ways(GraphModule& module, std::vector<c10::IValue> inputs, const M
 ModuleDiff::ModuleDiff(const GraphModule& given_a, const GraphModule& given_b) {
   a = tracked(given_a, of_a_);
   b = tracked(given_b, of_b_);
+}
+
+void ModuleDiff::run(const std::function<at::Tensor(GraphModule& graph)>& loss) {
+  run_both_ways(*a, loss);
+  run_both_ways(*b, loss);
 }
 
 DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
@@ -126,8 +142,10 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
 DiffReport diff(const GraphModule& a, const GraphModule& b, const std::vector<c10::IValue>& inputs,
                 const ModuleDiffOptions& options) {
   ModuleDiff both(a, b);
-  run_both_ways(*both.a, inputs, options);
-  run_both_ways(*both.b, inputs, options);
+  both.run([&](GraphModule& module) {
+    const std::vector<c10::IValue> outputs = module.run(on_device_of(module, inputs));
+    return options.loss ? options.loss(outputs) : sum_of_outputs(outputs);
+  });
   return both.report(options.names, options.tolerance);
 }
 

@@ -16,14 +16,17 @@ namespace plumb {
 // Runs of two modules of which every tensor and gradient is kept: memory for all of them, twice.
 //
 //   ModuleDiff both(*a, *b);
-//   loss(both.a->run(inputs)).backward();
-//   loss(both.b->run(inputs)).backward();
+//   both.run([&](GraphModule& graph) { return graph(x, y); });  // the loss
 //   std::cout << both.report().to_text();
 class ModuleDiff {
  public:
   ModuleDiff(const GraphModule& a, const GraphModule& b);
   // Share the tensors of the given modules.
   std::shared_ptr<GraphModule> a, b;
+
+  // Runs each forward and backward from the scalar that `loss` returns; an undefined tensor: only forward. Both draw
+  // the same random numbers. Gradients, buffers and generators are put back.
+  void run(const std::function<at::Tensor(GraphModule& graph)>& loss);
 
   // Compares what has run. Differences of a relative size up to `tolerance` count as none.
   DiffReport report(const DiffNames& names = {}, double tolerance = 0) const;
@@ -39,7 +42,7 @@ struct ModuleDiffOptions {
   double tolerance = 0;
   DiffNames names = {};
 };
-// Runs both on these flat inputs, each on the device of its own tensors. The modules' gradients stay as they were.
+// Runs both on these flat inputs, each on the device of its own tensors. The modules stay as they were.
 DiffReport diff(const GraphModule& a, const GraphModule& b, const std::vector<c10::IValue>& inputs,
                 const ModuleDiffOptions& options = {});
 

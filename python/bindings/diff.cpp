@@ -1,4 +1,6 @@
 // Diffs: the engine compares, Python runs the modules.
+#include <pybind11/functional.h>
+
 #include <nlohmann/json.hpp>
 
 #include "errors.h"
@@ -30,6 +32,14 @@ const Register diff_part([](py::module_& m) {
       .def(py::init<const GraphModule&, const GraphModule&>(), "a"_a, "b"_a)
       .def_readonly("a", &ModuleDiff::a)
       .def_readonly("b", &ModuleDiff::b)
+      .def(
+          "run",
+          [](ModuleDiff& both, const std::function<std::optional<at::Tensor>(std::shared_ptr<GraphModule>)>& loss) {
+            both.run([&](GraphModule& graph) {
+              return loss(std::static_pointer_cast<GraphModule>(graph.shared_from_this())).value_or(at::Tensor());
+            });
+          },
+          FreeGil(), "loss"_a)
       .def(
           "report", [](const ModuleDiff& both, double tolerance) { return both.report({}, tolerance); }, FreeGil(),
           "tolerance"_a);

@@ -28,7 +28,7 @@ class Diff:
         self._engine = engine
         found = json.loads(engine.to_json())
         self.equal: bool = found["equal"]
-        """True if nothing that was compared differs."""
+        """True if something was compared, nothing of it differs, and no state dict lacks a name of the other."""
         self.conclusion: str = found["conclusion"]
         """Names the first tensor that differs, how far apart it is, and how many follow from it."""
         self.statement: str = found["statement"]
@@ -70,19 +70,26 @@ def diff(
         print(plumb.diff("a.history", "b.history"))
         print(plumb.diff(net, plumb.transforms.simulate_fp8(net), x))
 
-    a, b: two histories (:class:`plumb.History`, or their paths) with hashes; two state dicts; or two modules, each a
+    a, b: two histories (:class:`plumb.History`, or their paths) with hashes; two state dicts, also an optimizer's; or two modules, each a
         ``torch.nn.Module`` or the path of a ``.pt2`` file.
     inputs: of two modules: a tensor, or a tuple of arguments. Each module gets them on the device of its parameters.
     loss: takes a module's output and returns the scalar whose backward is compared; None: the sum of the outputs.
     tolerance: relative differences of two modules' tensors up to this one count as none.
 
-    The modules stay as they are, their gradients too. Raises :class:`plumb.Error` for histories without hashes of a common
+    The modules stay as they are, their gradients and buffers too, and both draw the same random numbers. Raises :class:`plumb.Error` for histories without hashes of a common
     step, and for what :func:`plumb.capture` refuses.
     """
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < float("inf"):
+        raise Error(f"tolerance={tolerance!r}", remedy="a relative difference, 0.001")
+    is_module = [isinstance(x, nn.Module) or _is_path(x, ".pt2") for x in (a, b)]
+    if not any(is_module) and (inputs is not None or loss is not None or tolerance):
+        raise Error("inputs, loss and tolerance are for two modules", remedy="diff(a, b)")
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return Diff(_C.diff_tensors(_tensors(a), _tensors(b)))
-    is_module = [isinstance(x, nn.Module) or str(x).endswith(".pt2") for x in (a, b)]
     if not any(is_module):
+        if not all(isinstance(x, History) or _is_path(x) for x in (a, b)):
+            kinds = " and ".join(type(x).__name__ for x in (a, b))
+            raise Error(f"{kinds} are not compared", remedy="two histories, two state dicts or two modules")
         names = [x if isinstance(x, str) else "ab"[i] for i, x in enumerate((a, b))]
         histories = [x if isinstance(x, History) else read_history(os.fspath(x)) for x in (a, b)]
         return Diff(_C.diff_histories(histories[0]._engine, histories[1]._engine, *names))
@@ -91,15 +98,35 @@ def diff(
     if inputs is None:
         raise Error("two modules are compared on inputs", remedy="diff(a, b, inputs)")
     args = inputs if isinstance(inputs, tuple) else (inputs,)
-    graphs, calls = zip(*(_graph(x, args) for x in (a, b)))
-    both = _C.ModuleDiff(graphs[0]._engine, graphs[1]._engine)
-    for graph, engine, its in zip(graphs, (both.a, both.b), calls):
-        _run(graph, graph.on(engine), its, loss)
+    (of_a, args_a), (of_b, args_b) = (_graph(x, args) for x in (a, b))
+    both = _C.ModuleDiff(of_a._engine, of_b._engine)
+    engines = both.a, both.b
+    calls = [(of_a.on(engines[0]), args_a), (of_b.on(engines[1]), args_b)]
+    both.run(lambda engine: _loss(*calls[engines.index(engine)], loss))
     return Diff(both.report(tolerance))
 
 
-def _tensors(state: Mapping) -> list[tuple[str, Tensor]]:
-    return [(name, x.detach()) for name, x in state.items() if isinstance(x, Tensor)]
+def _is_path(x: Any, suffix: str = "") -> bool:
+    return isinstance(x, (str, os.PathLike)) and os.fspath(x).endswith(suffix)
+
+
+def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """Returns the tensors of a state dict and of what is nested in it; numbers and texts as tensors."""
+    if isinstance(state, Mapping):
+        items: Any = state.items()
+    elif isinstance(state, (tuple, list)):
+        items = enumerate(state)
+    elif isinstance(state, Tensor):
+        return [(name, state.detach())]
+    elif isinstance(state, (float, complex)) or (isinstance(state, int) and abs(state) < 2**63):
+        return [(name, torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else None))]
+    elif state is None or isinstance(state, (str, bytes, int, torch.dtype, torch.device)):
+        return [(name, torch.tensor(list(repr(state).encode()), dtype=torch.uint8))]
+    else:
+        raise Error(
+            f"'{name}' is a {type(state).__name__}", remedy="state dicts of tensors, numbers and texts, nested or not"
+        )
+    return [pair for key, value in items for pair in _tensors(value, f"{name}.{key}" if name else str(key))]
 
 
 def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
@@ -111,20 +138,15 @@ def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
     return graph, its
 
 
-def _run(graph: GraphModule, tracked: Any, args: tuple, loss: Callable[[Any], Tensor] | None) -> None:
-    """Runs forward and backward, and leaves the parameters' gradients as they were."""
-    before = [(p, p.grad) for p in graph.parameters()]
-    for p, _ in before:
-        p.grad = None
-    try:
-        with torch.enable_grad():
-            out = tracked(*args)
-            if loss is not None:
-                loss(out).backward()
-                return
-            ends = [x.sum() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-            if ends:
-                torch.stack([end.double() for end in ends]).sum().backward()
-    finally:
-        for p, grad in before:
-            p.grad = grad
+def _loss(graph: GraphModule, args: tuple, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+    """Returns the scalar to go backward from, None if nothing requires a gradient."""
+    out = graph(*args)
+    if loss is not None:
+        value = loss(out)
+        if not isinstance(value, Tensor):
+            raise Error(
+                f"the loss is a {type(value).__name__}", remedy="return a tensor of one element to go backward from"
+            )
+        return value
+    ends = [x.sum() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+    return torch.stack([end.double() for end in ends]).sum() if ends else None

@@ -85,3 +85,73 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         plumb.diff(net(), str(tmp_path / "a.history"))
     with pytest.raises(plumb.Error, match="compared on inputs"):
         plumb.diff(net(), net())
+
+
+def test_state_dicts_are_compared_in_all_they_have():
+    def state(lr, grad):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        model(torch.full((2, 8), grad)).sum().backward()
+        optimizer.step()
+        return optimizer.state_dict()
+
+    assert plumb.diff(state(0.1, 1.0), state(0.1, 1.0)).equal
+    assert plumb.diff(state(0.1, 1.0), state(0.1, 2.0)).first["tensor"] == "state.0.exp_avg"
+    assert plumb.diff(state(0.1, 1.0), state(0.2, 1.0)).first["tensor"] == "param_groups.0.lr"
+    with pytest.raises(plumb.Error, match="'x' is a object"):
+        plumb.diff({"x": object()}, {"x": object()})
+
+
+def test_what_only_one_of_two_state_dicts_has_makes_them_unequal():
+    a, b = {"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1)}
+    assert not plumb.diff(a, b).equal and "1 are only in a" in plumb.diff(a, b).conclusion
+    assert not plumb.diff(a, {}).equal and plumb.diff({}, {}).conclusion.startswith("Nothing was compared")
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
+        (torch.ones(0, 3), torch.ones(3, 0)),
+        (torch.ones(0), torch.ones(3)),
+        (torch.ones(2), torch.ones(2).double()),
+        (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn), torch.tensor([1.0, 2.5]).to(torch.float8_e4m3fn)),
+    ],
+)
+def test_a_difference_of_any_dtype_or_size_is_one(a, b):
+    assert not plumb.diff({"x": a}, {"x": b}).equal
+    assert plumb.diff({"x": a}, {"x": a}).equal
+
+
+def test_equal_bits_are_equal_and_units_of_the_last_place_are_exact():
+    nan = torch.tensor([1.0, float("nan")])
+    for x in (nan, nan.to(torch.float8_e4m3fn), nan.to(torch.complex64)):
+        assert plumb.diff({"x": x}, {"x": x.clone()}).equal
+    one = torch.tensor([1.0], dtype=torch.float64)
+    assert plumb.diff({"x": one}, {"x": torch.nextafter(one, 2 * one)}).first["ulps"] == 1
+    with pytest.raises(plumb.Error, match="x: a meta tensor has no values"):
+        plumb.diff({"x": one.to("meta")}, {"x": one})
+
+
+def test_modules_keep_buffers_and_draw_the_same_numbers():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    x = torch.randn(4, 8, generator=torch.Generator())
+    assert plumb.diff(model, model, x).equal and plumb.diff(model, copy.deepcopy(model), x).equal
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_wrong_arguments_are_refused_with_what_to_do():
+    def refused(match, *args, **options):
+        with pytest.raises(plumb.Error, match=match):
+            plumb.diff(*args, **options)
+
+    x, states = torch.randn(2, 8), ({"a": torch.ones(1)}, {"a": torch.ones(1)})
+    refused("dict and str are not compared", states[0], "b.history")
+    refused("tolerance=nan", net(), net(), x, tolerance=float("nan"))
+    refused("are for two modules", *states, tolerance=0.1)
+    refused("the loss has 8 elements", net(), net(), x, loss=lambda out: out)
+    refused("the loss is a NoneType", net(), net(), x, loss=lambda out: None)
