@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
+#include "plumb/core/toml_depth.h"
 
 namespace plumb {
 namespace {
@@ -175,6 +176,7 @@ RecordRules RecordRules::everything(int64_t every) { return parse(c10::str("ever
 RecordRules RecordRules::parse(std::string_view text, const std::string& file) {
   Reader reader(file);
   try {
+    check_toml_depth(std::string(text), file);
     RecordRules out = reader.read(toml::parse(text));
     out.text = text;
     return out;

@@ -12,6 +12,7 @@
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
 #include "plumb/core/number_text.h"
+#include "plumb/core/toml_depth.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/usage.h"
@@ -430,6 +431,7 @@ void read_toml(TrainOptions& options, const std::string& text, const std::string
   const auto place = [&](const toml::source_region& at) { return c10::str(file, ":", at.begin.line, ": "); };
   toml::table document;
   try {
+    check_toml_depth(text, file);
     document = toml::parse(text);
   } catch (const toml::parse_error& e) {
     throw Error(ErrorKind::BadFile, place(e.source()) + "is no TOML: " + std::string(e.description()), "",

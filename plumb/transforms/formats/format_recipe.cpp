@@ -10,6 +10,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
+#include "plumb/core/toml_depth.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/numerics/format.h"
@@ -102,8 +103,9 @@ class RecipeReader {
     return *value;
   }
   std::string format(const toml::node& node, const toml::key& key) const {
+    const std::string name = text(node, key);
     try {
-      return format_or_none(text(node, key));
+      return format_or_none(name);
     } catch (const Error& e) {
       throw Error(e.kind(), place(node.source()) + e.message(), "", e.remedy());
     }
@@ -136,6 +138,14 @@ bool scale_gradient_of(Graph& graph, Node* node, double factor) {
     }
   }
   return true;
+}
+
+std::vector<const Node*> products_of(const GraphModule& module) {
+  std::vector<const Node*> products;
+  for (const Node* node : module.graph().nodes()) {
+    if (is_product(node)) products.push_back(node);
+  }
+  return products;
 }
 
 }  // namespace
@@ -172,6 +182,7 @@ std::string FormatRecipe::to_toml() const {
 FormatRecipe parse_recipe(const std::string& text, const std::string& file) {
   toml::table document;
   try {
+    check_toml_depth(text, file);
     document = toml::parse(text);
   } catch (const toml::parse_error& e) {
     throw Error(ErrorKind::BadFile,
@@ -229,21 +240,19 @@ bool is_product(const Node* node) {
 }
 
 std::vector<std::string> product_names(const GraphModule& module) {
-  std::vector<const Node*> products;
-  for (const Node* node : module.graph().nodes()) {
-    if (is_product(node)) products.push_back(node);
-  }
+  const std::vector<const Node*> products = products_of(module);
   const auto fits_one = [&](const std::string& name) {
     return !name.empty() &&
            std::ranges::count_if(products, [&](const Node* node) { return excluded_by(node, {name}) != nullptr; }) == 1;
   };
   std::vector<std::string> names;
+  std::map<std::string, size_t> count;  // by module
   for (const Node* node : products) {
     std::vector<std::string> candidates{node->meta().module_path()};
     for (const Value* value : node->inputs()) {
       if (const Node* attr = source_attribute(value)) candidates.push_back(attr->target());
     }
-    candidates.push_back(node->result()->name());
+    candidates.push_back(c10::str(node->meta().module_path(), "#", ++count[node->meta().module_path()]));
     const auto found = std::ranges::find_if(candidates, fits_one);
     names.push_back(found == candidates.end() ? candidates.back() : *found);
   }
@@ -278,8 +287,17 @@ bool scale_gradients(GraphModule& module, double scale) {
   return changed;
 }
 
-void check_fits(const GraphModule& module, const FormatRecipe& recipe) {
+FormatRecipe fit_recipe(const GraphModule& module, FormatRecipe recipe) {
   recipe.check();
+  std::map<std::string, std::string> numbered;
+  std::map<std::string, size_t> count;
+  for (const Node* node : products_of(module)) {
+    const std::string path = node->meta().module_path();
+    numbered[c10::str(path, "#", ++count[path])] = node->result()->name();
+  }
+  for (ProductFormats& p : recipe.products) {
+    if (const auto value = numbered.find(p.name); value != numbered.end()) p.name = value->second;
+  }
   const auto nodes = module.graph().nodes();
   if (recipe.unit_scaled) {
     bool scaled = false;
@@ -297,10 +315,11 @@ void check_fits(const GraphModule& module, const FormatRecipe& recipe) {
                   join(product_names(module)));
     }
   }
+  return recipe;
 }
 
-bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report) {
-  check_fits(module, recipe);
+bool apply_recipe(GraphModule& module, const FormatRecipe& given, Report* report) {
+  const FormatRecipe recipe = fit_recipe(module, given);
   bool changed = false;
   if (!recipe.scales.empty()) {
     UseFp8Options options;

@@ -60,17 +60,18 @@ std::pair<std::string, std::string> formats_of(const Node* product, const std::s
 
 // Returns whether the node is a matrix product, a convolution or a recurrent layer.
 bool is_product(const Node* node);
-// Returns the names of a graph's products in its order, each a pattern that fits one product alone: its module's path,
-// else its parameter's or its value's name.
+// Returns the names of a graph's products in its order, each of one product alone: its module's path, else its
+// parameter's name, else PATH#NUMBER, from 1 in its module. Values have other names in another capture.
 std::vector<std::string> product_names(const GraphModule& module);
 
-// Throws Error(UnknownName) for a product that the recipe names and the model does not have, and Error(InvalidState)
-// for a recipe of unit-scaled models on another.
-void check_fits(const GraphModule& module, const FormatRecipe& recipe);
+// Returns the recipe with names of this graph's values in place of PATH#NUMBER. Throws Error(UnknownName) for a product
+// that the recipe names and the model does not have, and Error(InvalidState) for a recipe of unit-scaled models on
+// another.
+FormatRecipe fit_recipe(const GraphModule& module, FormatRecipe recipe);
 
 // Rewrites the graph in place: use_fp8() where the recipe has scale factors, else simulate_format(), then the loss
-// scale. Returns whether anything changed. Throws what check_fits() throws.
-bool apply_recipe(GraphModule& module, const FormatRecipe& recipe, Report* report = nullptr);
+// scale. Returns whether anything changed. Throws what fit_recipe() throws.
+bool apply_recipe(GraphModule& module, const FormatRecipe& given, Report* report = nullptr);
 
 // Multiplies the gradients of all outputs by a power of two, and those that reach parameters and inputs by its inverse:
 // what loss scaling and the division before the optimizer's step do together, inside of the graph. Gradients that no

@@ -419,9 +419,9 @@ bool use_fp8(GraphModule& module, const UseFp8Options& given, Report* report) {
   return simulate_and_lower(module, options, report);
 }
 
-bool use_fp8(GraphModule& module, const FormatRecipe& recipe, const UseFp8Options& given, Report* report) {
-  if (!recipe.scales.empty()) return apply_recipe(module, recipe, report);
-  check_fits(module, recipe);
+bool use_fp8(GraphModule& module, const FormatRecipe& asked, const UseFp8Options& given, Report* report) {
+  if (!asked.scales.empty()) return apply_recipe(module, asked, report);
+  const FormatRecipe recipe = fit_recipe(module, asked);
   parse_fp8_kernel(given.kernel);
   UseFp8Options options = given;
   options.fwd = recipe.fwd, options.bwd = recipe.bwd, options.products = recipe.products;
