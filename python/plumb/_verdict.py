@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -57,7 +58,7 @@ def verdict(
     data: Iterable,
     loss: Callable[..., Tensor] | None = None,
     *,
-    recipes: Sequence[str] | None = None,
+    recipes: Sequence[str | os.PathLike] | str | None = None,
     steps: int = 4,
     warmup: int = 0,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
@@ -85,13 +86,36 @@ def verdict(
     A forecast of the loss is not made: the classes *ok*, *doubtful* and *no* are what a few gradients can tell. Raises
     :class:`plumb.Error` for a module that :func:`plumb.capture` refuses, and for data that ends too early.
     """
-    if steps < 1 or warmup < 0:
-        raise Error(f"steps={steps}, warmup={warmup}", remedy="at least one step, and no negative warm-up")
-    names = list(_C.default_verdict_recipes() if recipes is None else recipes)
+    if not isinstance(net, nn.Module):
+        raise Error(f"the model is a {type(net).__name__}", remedy="a torch.nn.Module; plumb.load_pt2(file) makes one")
+    if isinstance(data, (Tensor, Mapping)) or not any(hasattr(data, name) for name in ("__iter__", "__getitem__")):
+        raise Error(f"the data is a {type(data).__name__}", remedy="batches, [(inputs, targets), ...]: a DataLoader")
+    for name, given in (("loss", loss), ("optimizer", optimizer)):
+        if given is not None and not callable(given):
+            raise Error(f"{name} is a {type(given).__name__}", remedy=f"a function; {_FUNCTIONS[name]}")
+    if not all(isinstance(number, int) and abs(number) < 2**63 for number in (steps, warmup)):
+        raise Error(f"steps={steps!r}, warmup={warmup!r}", remedy="two whole numbers")
+    names = _names(_C.default_verdict_recipes() if recipes is None else recipes)
     measured = _C.verdict_steps(steps, warmup)
     devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         return _judge(copy.deepcopy(net), iter(data), loss, names, measured, optimizer, explain)
+
+
+_FUNCTIONS = {
+    "loss": "torch.nn.functional.cross_entropy",
+    "optimizer": "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+}
+
+
+def _names(recipes: Any) -> list[str]:
+    given = [recipes] if isinstance(recipes, (str, os.PathLike)) else list(recipes)
+    for recipe in given:
+        if not isinstance(recipe, (str, os.PathLike)):
+            raise Error(f"the recipe {recipe!r} is a {type(recipe).__name__}", remedy="a name or a recipe file")
+    if not given:
+        raise Error("no recipe is asked for", remedy='recipes=["fp8", "mxfp4"], or None for the usual ones')
+    return [os.fspath(recipe) for recipe in given]
 
 
 def _judge(
@@ -113,6 +137,9 @@ def _judge(
                 kind=ErrorKind.InvalidArgument,
                 remedy="more batches, or fewer steps",
             )
+        if loss is not None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            what = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+            raise Error(f"batch {step} is {what}", remedy="(inputs, targets): a tensor or a tuple of tensors each")
         inputs, targets = batch if loss is not None else (batch, None)
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         if graph is None:
@@ -121,6 +148,8 @@ def _judge(
             engine = _C.Verdict(graph._engine, names, explain)
             parameters = [p for p in graph.parameters() if p.requires_grad]
             optimizer = make_optimizer(parameters) if make_optimizer else torch.optim.AdamW(parameters)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise Error(f"optimizer returns a {type(optimizer).__name__}", remedy=_FUNCTIONS["optimizer"])
         of_batch = _Losses(graph, inputs, targets, loss)
         if step in measured:
             engine.measure(of_batch)
@@ -141,7 +170,13 @@ class _Losses:
         graph = self.graph if engine is self.graph._engine else self.graph.on(engine)
         out = graph(*self.inputs)
         if self.loss is not None:
-            return self.loss(out, self.targets)
+            if engine is not self.graph._engine:
+                # The loss draws the same numbers whatever the graph drew; the engine puts the generators back.
+                torch.manual_seed(0)
+            value = self.loss(out, self.targets)
+            if not isinstance(value, Tensor):
+                raise Error(f"the loss is a {type(value).__name__}", remedy="return a tensor of one element")
+            return value
         if isinstance(out, dict):
             out = out.get("loss", out)
         if isinstance(out, (tuple, list)) and out:

@@ -161,3 +161,86 @@ def test_a_verdict_from_a_training_changes_no_bit_of_it(net, tmp_path):
     assert event["at_step"] == 4 and event["verdict"]["batches"] == 4
     assert json.dumps(event["verdict"]) and (tmp_path / "v.toml").read_text() == event["verdict"]["file"]
     assert event["verdict"]["conclusion"].split(":")[0] in (tmp_path / "v.html").read_text()
+
+
+def test_random_numbers_of_the_loss_are_the_same_in_every_gradient(net):
+    def loss(out, target):
+        return F.cross_entropy(F.dropout(out, 0.5), target)
+
+    recipes = plumb.verdict(net, batches(4), loss, recipes=["fp32", "bf16"]).recipes
+    assert recipes["fp32"]["score"] == 0 and recipes["bf16"]["verdict"] == "ok"
+
+
+def test_a_recipe_that_rounds_nothing_is_not_called_ok(net):
+    for module in (nn.BatchNorm1d(16), use_fp8(net, kernel="decoded")):
+        found = plumb.verdict(module, batches(2), F.cross_entropy, recipes=["mxfp4"], steps=2)
+        assert "has no product" in found.recipes["mxfp4"]["problem"], found
+
+
+class Attention(nn.Module):
+    """Two products in one module, without a parameter; values have the names of these variables when it is transformed."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (2, 8)).repeat(1, 1, 2)).chunk(3, -1)
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        mixed = torch.matmul(scores.softmax(-1), v)
+        return self.head(mixed[:, -1])
+
+
+def test_recipes_name_products_of_every_capture():
+    module = Attention()
+    found = plumb.verdict(module, batches(2), F.cross_entropy, recipes=["mxfp4", "unit-mxfp4"], steps=2)
+    for name, one in found.recipes.items():
+        assert {"#1", "#2", "qkv", "head"} == {p["product"] for p in one["products"]}, found
+        text = 'fwd = "mxfp4"\nbwd = "mxfp4"\n[[product]]\nname = "#2"\nbwd = "none"\n'
+        rounded = simulate_format(unit_scale(module) if "unit" in name else module, recipe=text)
+        rounded(next(batches(1))[0])
+        assert "mxfp4-RN forward, none backward" in str(report(rounded)[-1])
+
+
+def test_gradients_may_be_sparse_or_complex():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 16, sparse=True), nn.Linear(16, 4)
+            self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+
+        def forward(self, i):
+            x = self.embedding(i).mean(1)
+            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=16))
+
+    data = [(torch.randint(50, (8, 6)), torch.randint(4, (8,)))] * 2
+    found = plumb.verdict(Words(), data, F.cross_entropy, recipes=["fp8"], steps=1)
+    assert 0 < found.recipes["fp8"]["score"] < 1
+
+
+def test_wrong_arguments_of_a_verdict_are_refused_with_what_to_do(net, tmp_path):
+    def refused(match, data=None, loss=F.cross_entropy, model=net, **options):
+        with pytest.raises(plumb.Error, match=match):
+            plumb.verdict(model, batches(4) if data is None else data, loss, **{"recipes": ["fp8"], **options})
+
+    x = torch.randn(64, 16)
+    refused("batch 1 is a Tensor", [x] * 4)
+    refused("batch 1 is 3 parts", [(x, x, x)] * 4)
+    refused("the data is a Tensor", x)
+    refused("the loss is a float", loss=lambda out, target: 1.0)
+    refused("loss is a str", loss="mse")
+    refused("optimizer returns a NoneType", optimizer=lambda p: None)
+    refused("the recipe 8 is a int", recipes=[8])
+    refused("no recipe is asked for", recipes=[])
+    refused("the model is a str", model="net.pt2")
+    for options in ({"steps": 2.5}, {"steps": 10**12}, {"steps": 2**70}, {"warmup": 2**63 - 1}):
+        refused("steps=", **options)
+    (tmp_path / "mine.toml").write_text('fwd = "bf16"\nbwd = "bf16"\n')
+    assert plumb.verdict(net, batches(1), F.cross_entropy, recipes="bf16", steps=1).recipes["bf16"]["verdict"] == "ok"
+    plumb.verdict(net, batches(1), F.cross_entropy, recipes=[tmp_path / "mine.toml"], steps=1)
+
+
+def test_keys_of_too_many_parts_are_refused():
+    for text in ("a" + ".a" * 200_000 + " = 1\n", "[a" + ".a" * 200_000 + "]\n"):
+        with pytest.raises(plumb.Error, match="recipe:1: a key of more than 1000 parts"):
+            simulate_format(nn.Linear(2, 2), recipe=text)

@@ -65,7 +65,10 @@ double norm_of(const std::vector<at::Tensor>& gradient) {
   double squares = 0;
   for (const at::Tensor& g : gradient) {
     if (!g.defined()) continue;
-    const double norm = at::linalg_vector_norm(g, 2, {}, false, at::kDouble).item<double>();
+    // Embeddings may have sparse gradients, and parameters may be complex.
+    const at::Tensor dense = g.is_sparse() ? g.to_dense() : g;
+    const at::Tensor real = dense.is_complex() ? at::view_as_real(dense) : dense;
+    const double norm = at::linalg_vector_norm(real, 2, {}, false, at::kDouble).item<double>();
     squares += norm * norm;
   }
   return std::sqrt(squares);
@@ -107,10 +110,7 @@ class Verdict::Batch {
   }
   ~Batch() {
     put_buffers_back();
-    for (size_t i = 0; i < generators_.size(); ++i) {
-      std::lock_guard lock(generators_[i].mutex());
-      generators_[i].set_state(states_[i]);
-    }
+    put_generators_back();
   }
   Batch(const Batch&) = delete;
 
@@ -123,7 +123,8 @@ class Verdict::Batch {
     }
     const Gradient& full = recipe.unit_scaled ? *scaled_ : plain_;
     const auto graph = derive(recipe.unit_scaled ? *scaled_module_ : *module_);
-    apply_recipe(*graph, one_way(recipe, backward));
+    if (!apply_recipe(*graph, one_way(recipe, backward))) return 0;
+    has_rounded_ = true;
     graph->lint();
     std::vector<at::Tensor> rounded = gradient(*graph);
     for (size_t i = 0; i < rounded.size(); ++i) {
@@ -134,7 +135,14 @@ class Verdict::Batch {
     const double share = norm_of(rounded) / full.norm;
     return std::isfinite(share) ? share : kInfinite;
   }
-  GradientError error(const FormatRecipe& recipe) { return {error(recipe, true), error(recipe, false)}; }
+  // Throws Error(InvalidState) for a recipe that rounds nothing of this model.
+  GradientError error(const FormatRecipe& recipe) {
+    has_rounded_ = false;
+    const GradientError found{error(recipe, true), error(recipe, false)};
+    if (has_rounded_ || !(rounds(recipe, true) || rounds(recipe, false))) return found;
+    throw Error(ErrorKind::InvalidState, "the model has no product that it rounds", "",
+                "a model with matrix products that no transform has taken");
+  }
 
  private:
   struct Gradient {
@@ -155,6 +163,7 @@ class Verdict::Batch {
 
   std::vector<at::Tensor> gradient(GraphModule& graph) {
     const c10::AutoGradMode on(true);
+    put_generators_back();  // a part that draws random numbers itself draws the same ones
     const NodeSeeds seeds(seed_, generators_);
     std::vector<at::Tensor> parameters, sum;
     ++report_.gradients;
@@ -179,6 +188,12 @@ class Verdict::Batch {
     const at::NoGradGuard no_grad;
     for (const auto& [tensor, value] : buffers_) tensor.copy_(value);
   }
+  void put_generators_back() {
+    for (size_t i = 0; i < generators_.size(); ++i) {
+      std::lock_guard lock(generators_[i].mutex());
+      generators_[i].set_state(states_[i]);
+    }
+  }
 
   const std::shared_ptr<GraphModule> module_;
   const Parts& parts_;
@@ -188,6 +203,7 @@ class Verdict::Batch {
   std::vector<at::Tensor> states_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   Gradient plain_;
+  bool has_rounded_ = false;
   std::shared_ptr<GraphModule> scaled_module_;
   std::optional<Gradient> scaled_;
 };
@@ -224,6 +240,7 @@ class Remedy {
     for (const int step : {kScaleStep, -kScaleStep}) {
       for (int k = step; std::abs(k) <= kMostScale; k += step) {
         recipe.loss_scale = verdict_.recipe.loss_scale * std::ldexp(1.0, k);
+        if (!std::isnormal(recipe.loss_scale)) break;
         tried.emplace_back(k, measure_(recipe, true));
         // At the edge of the range errors grow before they fall.
         if (least_of(tried) < 0.5 * as_it_is && tried.back().second > 0.9 * tried[tried.size() - 2].second) break;
@@ -354,6 +371,11 @@ VerdictReport verdict(const GraphModule& module, const std::vector<Verdict::Part
 }
 
 std::vector<int64_t> verdict_steps(int64_t count, int64_t warmup) {
+  constexpr int64_t kMostSteps = 1000, kMostWarmup = int64_t{1} << 40;
+  if (count < 1 || count > kMostSteps || warmup < 0 || warmup > kMostWarmup) {
+    throw Error(ErrorKind::InvalidArgument, c10::str("steps=", count, ", warmup=", warmup), "",
+                c10::str("at least one step, at most ", kMostSteps, ", and no negative warm-up"));
+  }
   std::vector<int64_t> steps;
   const int64_t first = (count + 1) / 2;
   for (int64_t i = 0; i < count; ++i) steps.push_back(i < first ? i + 1 : std::max(warmup, first) + i - first + 1);

@@ -122,7 +122,8 @@ VerdictReport verdict(const GraphModule& module, const std::vector<Verdict::Part
                       const VerdictOptions& options = {});
 
 // Returns the steps of a training, from 1, in which `count` batches are measured: half of them at its beginning and
-// half behind its warm-up, where underflow is larger.
+// half behind its warm-up, where underflow is larger. Throws Error(InvalidArgument) unless `count` is from 1 to 1000
+// and `warmup` from 0 to 2^40.
 std::vector<int64_t> verdict_steps(int64_t count, int64_t warmup);
 
 }  // namespace plumb
