@@ -430,14 +430,16 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
       report.only_a.push_back(name);
       continue;
     }
-    const size_t dot = name.rfind('.');
-    DiffTensor line{
-        {name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()), tensor.sizes().vec()}};
+    TensorDistance distance;
     try {
-      line.distance = distance_between(tensor, other->second);
+      distance = distance_between(tensor, other->second);
     } catch (const Error& e) {
       throw Error(e.kind(), name + ": " + e.message(), "", e.remedy());
     }
+    const size_t dot = name.rfind('.');
+    DiffTensor line{
+        {name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()), tensor.sizes().vec()}};
+    line.distance = distance;
     Difference place{report.tensors.size(), DiffKind::Value};
     place.distance = line.distance;
     compared.push_back({place, line.distance->differing > 0 || !line.distance->types.empty()});

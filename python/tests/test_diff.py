@@ -133,6 +133,8 @@ def test_equal_bits_are_equal_and_units_of_the_last_place_are_exact():
     assert plumb.diff({"x": one}, {"x": torch.nextafter(one, 2 * one)}).first["ulps"] == 1
     with pytest.raises(plumb.Error, match="x: a meta tensor has no values"):
         plumb.diff({"x": one.to("meta")}, {"x": one})
+    with pytest.raises(plumb.Error, match="x: a nested tensor"):
+        plumb.diff({"x": torch.nested.nested_tensor([one])}, {"x": one})
 
 
 def test_modules_keep_buffers_and_draw_the_same_numbers():
