@@ -147,6 +147,10 @@ std::optional<GradientMeta> InputBoundary::gradient_meta(size_t index) const {
   return meta_of(state->edges[index]);
 }
 
+bool is_boundary_input(const at::Tensor& x) {
+  return dynamic_cast<const StageInputNode*>(x.grad_fn().get()) != nullptr;
+}
+
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs) {
   return run_described("stage backward", outputs, output_grads, inputs, [&] {
     auto edges = leaf_edges(inputs, /*leaves_only=*/true);

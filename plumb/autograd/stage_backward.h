@@ -44,6 +44,9 @@ struct InputBoundary {
   std::shared_ptr<State> state;
 };
 
+// Returns whether x is one of an InputBoundary's inputs(), whose gradient is also what the caller adds to it.
+bool is_boundary_input(const at::Tensor& x);
+
 // The pending work of the weight half. It holds the part of the graph and the gradients that it needs, nothing else.
 struct DeferredWeights {
   // False once the weight half has run (or nothing was left to do).

@@ -114,7 +114,7 @@ TEST_F(Audits, AnAuditChangesNoBitOfARun) {
   }
 }
 
-TEST_F(Audits, AnAuditKeepsTheOrderOfAGradientsSumOverStages) {
+TEST_F(Audits, AndRecordersKeepTheOrderOfAGradientsSumOverStages) {
   python(
       "from torch import nn\n"
       "class Fan(nn.Module):\n"
@@ -128,9 +128,15 @@ TEST_F(Audits, AnAuditKeepsTheOrderOfAGradientsSumOverStages) {
       "torch.export.save(torch.export.export(Fan(), (torch.randint(256, (2, 12)),)), 'fan.pt2')\n");
   const std::string run =
       "train fan.pt2 --data tokens.bin --steps 9 --microbatches 4 --threads 1 --json --stages 3 --at a,c ";
-  const Ended audited = plumb(run + "--audit --audit-every 1 --max-restarts 1");
-  EXPECT_EQ(values(audited, "norm"), values(plumb(run), "norm"));
-  EXPECT_TRUE(values(audited, "audit").empty()) << audited.out;
+  const auto wanted = values(plumb(run), "norm");
+  std::ofstream(folder() / "all.toml") << "every = 1\n[[rule]]\nstatistics = [\"std\"]\n";
+  for (const std::string watched :
+       {"--audit --audit-every 1 --max-restarts 1", "--record all.toml --history of.history",
+        "--audit --audit-every 1 --max-restarts 1 --record all.toml --history both.history --schedule ZBH1"}) {
+    const Ended ended = plumb(run + watched);
+    EXPECT_EQ(values(ended, "norm"), wanted) << watched;
+    EXPECT_TRUE(values(ended, "audit").empty()) << ended.out;
+  }
 }
 
 TEST_F(Audits, ARankThatComputesWrongIsFoundByAnother) {

@@ -414,6 +414,8 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
     throw Error(ErrorKind::InvalidArgument, names.a + " and " + names.b + " have hashes of no step in common", "",
                 "record both with plumb train --hashes FILE, or rules with statistics = [\"hash\"]");
   }
+  report.steps_only_a = static_cast<int64_t>(a.hashes.size()) - steps;
+  report.steps_only_b = static_cast<int64_t>(b.hashes.size()) - steps;
   if (report.first) report.first->statistics = statistics_of(a, b, report);
   return report;
 }

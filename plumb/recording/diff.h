@@ -64,7 +64,8 @@ struct DiffReport {
   int64_t compared = 0, differing = 0, following = 0, not_comparable = 0;
   std::vector<std::string> only_a, only_b;  // names that the other run does not have
   std::vector<DiffTensor> tensors;
-  int64_t also_steps = 0;  // compared steps after the first different one
+  int64_t also_steps = 0;                      // compared steps after the first different one
+  int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
 
   // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal.
   bool equal() const { return compared > 0 && !first && !(by_name() && !(only_a.empty() && only_b.empty())); }

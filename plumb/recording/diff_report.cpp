@@ -55,7 +55,12 @@ std::string DiffReport::conclusion() const {
     return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
                     only_b.size(), " only in ", b, ".");
   }
-  if (!first) return (up_to.empty() ? "Equal." : up_to) + c10::str(" ", compared, " tensors were compared.");
+  if (!first) {
+    std::string text = (up_to.empty() ? "Equal." : up_to) + c10::str(" ", compared, " tensors were compared.");
+    for (const auto& [steps, run] : {std::pair(steps_only_a, a), std::pair(steps_only_b, b)})
+      if (steps > 0) text += c10::str(" ", steps, steps == 1 ? " step is" : " steps are", " only in ", run, ".");
+    return text;
+  }
   const HistoryTensor& tensor = tensors[first->tensor].tensor;
   std::string text = up_to + (up_to.empty() ? "" : " ");
   text += first->step ? c10::str("In step ", *first->step, " first differs: ") : std::string("First differs: ");

@@ -76,6 +76,14 @@ TEST_F(Diffs, EqualStepsAreEqual) {
   EXPECT_THAT(report.conclusion(), HasSubstr("Equal to step 1."));
 }
 
+TEST_F(Diffs, StepsThatOneRunLacksAreCounted) {
+  History longer = step_of(*two_layers(), randn_there({16, 8}), {16}, file());
+  const History shorter = longer;
+  longer.hashes.push_back(longer.hashes.back());
+  longer.hashes.back().step = 2;
+  EXPECT_THAT(diff(shorter, longer, {"a", "b"}).conclusion(), HasSubstr("compared. 1 step is only in b."));
+}
+
 TEST_F(Diffs, TheFirstDifferenceIsTheParameterThatDiffersAndTheRestFollows) {
   const at::Tensor x = randn_there({16, 8});
   const DiffReport report = diff(step_of(*two_layers(), x, {16}, file("a"), true),

@@ -244,3 +244,19 @@ def test_keys_of_too_many_parts_are_refused():
     for text in ("a" + ".a" * 200_000 + " = 1\n", "[a" + ".a" * 200_000 + "]\n"):
         with pytest.raises(plumb.Error, match="recipe:1: a key of more than 1000 parts"):
             simulate_format(nn.Linear(2, 2), recipe=text)
+
+
+def test_dropout_between_recurrent_layers_is_no_error_of_a_format():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layers = nn.Embedding(20, 8), nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
+            self.head = nn.Linear(8, 20)
+
+        def forward(self, ids):
+            return self.head(self.layers(self.table(ids))[0]).flatten(0, 1)
+
+    torch.manual_seed(0)
+    data = [(torch.randint(20, (4, 6)), torch.randint(20, (24,))) for _ in range(4)]
+    found = plumb.verdict(Words(), data, nn.functional.cross_entropy, recipes=["bf16"], explain=False).recipes["bf16"]
+    assert found["verdict"] == "ok" and found["backward"] < 0.03 and found["forward"] < 0.03, found

@@ -1,8 +1,9 @@
 // The operator plumb::track and its tracker.
 //
 // A gradient is seen by a hook at the place where autograd has it complete: the tensor's own grad_fn. So the result for
-// an intermediate tensor is the tensor itself, with no copy and no node of its own. Leaves (parameters) and the
-// caller's inputs must not get hooks, which would outlive the graph: the result is an alias of them.
+// an intermediate tensor is the tensor itself, with no copy and no node of its own, and so for a stage's inputs. Leaves
+// (parameters) and the caller's inputs must not get hooks, which would outlive the graph: the result is an alias of
+// them.
 #include "plumb/transforms/track/tracker.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -17,6 +18,7 @@
 #include <unordered_map>
 
 #include "plumb/autograd/node_handle.h"
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/hash.h"
@@ -301,10 +303,10 @@ void watch(const at::Tensor& x, std::shared_ptr<ScaleTracker> tracker, int64_t s
   x.grad_fn()->add_tensor_pre_hook(std::make_unique<TrackHook>(std::move(tracker), slot, output, rows));
 }
 
-bool watched_already(const at::Tensor& x) {
+bool watched_already(const at::Tensor& x, const ScaleTracker& tracker) {
   for (const auto& hook : x.grad_fn()->tensor_pre_hooks()) {
-    if (const auto* known = dynamic_cast<const TrackHook*>(hook.get()); known && known->output == x.output_nr())
-      return true;
+    const auto* known = dynamic_cast<const TrackHook*>(hook.get());
+    if (known && known->tracker.get() == &tracker && known->output == x.output_nr()) return true;
   }
   return false;
 }
@@ -336,7 +338,9 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
     watch(alias, std::move(tracker), slot, rows);
     return alias;
   }
-  if (!input && x.grad_fn() && !watched_already(x)) {
+  // An input of a stage gets its hook where later stages' gradients are added, too: a sum of its own would round
+  // otherwise.
+  if ((!input || is_boundary_input(x)) && x.grad_fn() && !watched_already(x, *tracker)) {
     watch(x, std::move(tracker), slot, rows);
     return x;
   }

@@ -11,7 +11,9 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/format.h"
 #include "plumb/tensors/node_seeds.h"
+#include "plumb/transforms/formats/recurrent_steps.h"
 #include "plumb/transforms/module.h"
+#include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/unit_scale.h"
 
 namespace plumb {
@@ -86,6 +88,16 @@ std::vector<at::Tensor> trained(const GraphModule& module) {
   return all;
 }
 
+// Recurrent layers with dropout draw by themselves as long as they are one operator. A recipe takes them apart, into
+// other draws: all graphs that are compared have them apart.
+void take_random_layers_apart(GraphModule& module) {
+  for (Node* node : module.graph().nodes()) {
+    if (!is_recurrent(node) || is_recurrent_cell(node) || steps_obstacle(node, module.state())) continue;
+    if (node->arg("train").constant().toBool() && node->arg("dropout").constant().toDouble() > 0)
+      take_apart(module, node);
+  }
+}
+
 }  // namespace
 
 // A batch at the weights as they are: the full-precision gradients, and what is compared with them. Random nodes draw
@@ -125,7 +137,6 @@ class Verdict::Batch {
     const auto graph = derive(recipe.unit_scaled ? *scaled_module_ : *module_);
     if (!apply_recipe(*graph, one_way(recipe, backward))) return 0;
     has_rounded_ = true;
-    graph->lint();
     std::vector<at::Tensor> rounded = gradient(*graph);
     for (size_t i = 0; i < rounded.size(); ++i) {
       const at::Tensor& before = full.tensors[i];
@@ -150,8 +161,8 @@ class Verdict::Batch {
     double norm = 0;
   };
 
-  Gradient full_gradient(GraphModule& graph) {
-    Gradient full{gradient(graph)};
+  Gradient full_gradient(const GraphModule& module) {
+    Gradient full{gradient(*derive(module))};
     full.norm = norm_of(full.tensors);
     ++report_.full_gradients;
     if (full.norm > 0 && std::isfinite(full.norm)) return full;
@@ -162,6 +173,8 @@ class Verdict::Batch {
   }
 
   std::vector<at::Tensor> gradient(GraphModule& graph) {
+    take_random_layers_apart(graph);
+    graph.lint();
     const c10::AutoGradMode on(true);
     put_generators_back();  // a part that draws random numbers itself draws the same ones
     const NodeSeeds seeds(seed_, generators_);
