@@ -117,7 +117,7 @@ void add_diff(CLI::App& app) {
   sub->add_option("--input", o->inputs, "Input of two .pt2 files, as for plumb run");
   sub->add_option("--device", o->device, "Where the second .pt2 file runs");
   sub->add_option("--tolerance", o->tolerance, "Relative differences up to this one count as none, between .pt2 files")
-      ->check(CLI::NonNegativeNumber);
+      ->check(number_within(0, 1e300));
   sub->add_option("--replays", o->replays,
                   "Histories of one step done again by both runs: says which of them was wrong")
       ->expected(2);

@@ -76,6 +76,7 @@ TEST_F(Diffs, FilesAreComparedOnAnInput) {
 
 TEST_F(Diffs, RefusesWhatCannotBeCompared) {
   wrong("diff lm.pt2 h_none", "are of two kinds");
+  wrong("diff h_none h_none --tolerance nan", "--tolerance");
   wrong("diff h_none h_none --tolerance 0.1", "--tolerance, --device: only for two .pt2 files");
   wrong("diff lm.pt2 lm.pt2 --input ids.pt --device nowhere", "--device nowhere");
   wrong(base() + "--replay 3", "--replay: nothing says where to");

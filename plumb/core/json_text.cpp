@@ -51,27 +51,25 @@ uint64_t json_memory(std::string_view text) {
   return bytes + kToken * std::max(longest, text.size() - token);
 }
 
-nlohmann::json parse_json(std::string_view text, int max_depth) {
+nlohmann::json parse_json(std::string_view text, int max_depth, bool unique_keys) {
   // The parser does not recurse; dumping and walking do.
   if (json_depth(text) > max_depth)
     throw Error(ErrorKind::BadFile, "JSON nested deeper than " + std::to_string(max_depth));
-  try {
-    return nlohmann::json::parse(text.begin(), text.end());
-  } catch (const nlohmann::json::exception& e) {
-    throw Error(ErrorKind::BadFile, std::string("is not JSON: ") + e.what());
-  }
-}
-
-void refuse_repeated_keys(std::string_view text) {
-  std::vector<std::set<std::string>> keys;  // Keys of the open objects
-  const auto note = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
-    if (event == nlohmann::json::parse_event_t::object_start) keys.emplace_back();
-    if (event == nlohmann::json::parse_event_t::object_end) keys.pop_back();
-    if (event == nlohmann::json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
+  using Event = nlohmann::json::parse_event_t;
+  std::vector<std::set<std::string>> keys;  // one set for each open object
+  const auto note = [&](int, Event event, nlohmann::json& parsed) {
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second)
       throw Error(ErrorKind::BadFile, "has '" + parsed.get<std::string>() + "' twice");
     return true;
   };
-  static_cast<void>(nlohmann::json::parse(text.begin(), text.end(), note));
+  try {
+    const auto callback = unique_keys ? nlohmann::json::parser_callback_t(note) : nullptr;
+    return nlohmann::json::parse(text.begin(), text.end(), callback);
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(ErrorKind::BadFile, std::string("is not JSON: ") + e.what());
+  }
 }
 
 }  // namespace plumb

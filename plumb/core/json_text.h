@@ -15,11 +15,8 @@ int json_depth(std::string_view text);
 uint64_t json_memory(std::string_view text);
 
 // Parses a JSON document. Time and memory are at most a constant times its length (json_memory()); code that walks the
-// document may recurse. Throws Error(BadFile) if the text is no JSON or nested deeper than `max_depth`.
-nlohmann::json parse_json(std::string_view text, int max_depth = 64);
-
-// Throws Error(BadFile) if an object of a text that parse_json() took has a key twice: of two values one would be
-// passed over in silence.
-void refuse_repeated_keys(std::string_view text);
+// document may recurse. Throws Error(BadFile) if the text is no JSON or nested deeper than `max_depth`, and with
+// `unique_keys` if an object has a key twice, of whose values one would be passed over in silence.
+nlohmann::json parse_json(std::string_view text, int max_depth = 64, bool unique_keys = false);
 
 }  // namespace plumb

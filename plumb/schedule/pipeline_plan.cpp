@@ -90,9 +90,7 @@ std::string to_json(const PipelinePlan& plan) {
 PipelinePlan parse_plan(std::string_view text, const std::string& where) {
   const nlohmann::json document = [&] {
     try {
-      nlohmann::json parsed = parse_json(text, 4);
-      refuse_repeated_keys(text);
-      return parsed;
+      return parse_json(text, 4, /*unique_keys=*/true);
     } catch (const Error& e) {
       throw Error(ErrorKind::BadFile, "is no plan of plumb: " + e.message(), where, "a file that plumb plan -o wrote");
     }

@@ -98,7 +98,7 @@ def verdict(
     names = _names(_C.default_verdict_recipes() if recipes is None else recipes)
     measured = _C.verdict_steps(steps, warmup)
     devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         return _judge(copy.deepcopy(net), iter(data), loss, names, measured, optimizer, explain)
 
 

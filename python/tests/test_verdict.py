@@ -260,3 +260,9 @@ def test_dropout_between_recurrent_layers_is_no_error_of_a_format():
     data = [(torch.randint(20, (4, 6)), torch.randint(20, (24,))) for _ in range(4)]
     found = plumb.verdict(Words(), data, nn.functional.cross_entropy, recipes=["bf16"], explain=False).recipes["bf16"]
     assert found["verdict"] == "ok" and found["backward"] < 0.03 and found["forward"] < 0.03, found
+
+
+def test_a_verdict_is_measured_inside_of_inference_mode_too(net):
+    data = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
+    with torch.inference_mode():
+        assert plumb.verdict(net, data, F.cross_entropy, recipes=["bf16"]).recipes["bf16"]["verdict"] == "ok"
