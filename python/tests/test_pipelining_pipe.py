@@ -36,7 +36,27 @@ def llama():
     return LlamaForCausalLM(config).eval(), "model.layers"
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+class Gated(nn.Module):
+    """Cut at part 1, the half of a tensor goes to the next stage: SiLU rounds otherwise where rows follow each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.parts = nn.ModuleList([nn.Linear(16, 40), nn.SiLU(), nn.Linear(20, 16), nn.Linear(16, 50)])
+
+    def forward(self, input_ids):
+        from transformers.modeling_outputs import CausalLMOutput
+
+        value, gate = self.parts[0](self.table(input_ids)).chunk(2, -1)
+        return CausalLMOutput(logits=self.parts[3](self.parts[2](value * self.parts[1](gate))))
+
+
+def gated():
+    torch.manual_seed(0)
+    return Gated(), "parts"
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "gated": gated}
 
 
 def ids(rows):

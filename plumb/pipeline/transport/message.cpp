@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <cstring>
@@ -43,6 +44,7 @@ namespace {
 
 // at::Tensor holds no more.
 constexpr int kMostDims = 64;
+constexpr std::int64_t kMostReach = 8;  // elements of memory that a received value takes for one of its own
 
 std::int64_t align(std::int64_t n) { return (n + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -66,16 +68,32 @@ std::int64_t table_bytes(const std::vector<MessageValue>& values) {
 
 std::int64_t bytes_of_sizes(size_t count) { return static_cast<std::int64_t>(count * sizeof(std::int64_t)); }
 
-// A tensor that fills its memory keeps its strides over the wire, so that later operators take the same paths.
-std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
-  if (t.is_non_overlapping_and_dense()) return t.strides().vec();
-  std::vector<std::int64_t> strides(t.dim());
-  std::int64_t step = 1;
-  for (std::int64_t i = t.dim() - 1; i >= 0; i--) {
-    strides[i] = step;
-    step *= std::max<std::int64_t>(t.size(i), 1);
+// Returns the elements of memory from the first to the last one; nothing if two elements share memory.
+std::optional<std::int64_t> reach_of(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;
+  for (size_t i = 0; i < sizes.size(); i++) {
+    if (sizes[i] > 1) dims.emplace_back(strides[i], sizes[i]);
   }
-  return strides;
+  std::ranges::sort(dims);
+  std::int64_t reach = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride < reach) return std::nullopt;
+    reach += stride * (size - 1);
+  }
+  return reach;
+}
+
+// Returns the strides of a value's bytes in a message.
+std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
+  return t.is_non_overlapping_and_dense() ? t.strides().vec()
+                                          : at::IntArrayRef(c10::contiguous_strides(t.sizes())).vec();
+}
+
+// Returns the strides that a value has at its receiver: its own, gaps too, as operators take other paths where rows do
+// not follow each other. A part of a much larger tensor becomes contiguous.
+std::vector<std::int64_t> kept_strides(const at::Tensor& t) {
+  const auto reach = t.numel() == 0 ? std::nullopt : reach_of(t.sizes(), t.strides());
+  return reach && *reach <= kMostReach * t.numel() ? t.strides().vec() : wire_strides(t);
 }
 
 std::int64_t value_bytes(const MessageValue& v) {
@@ -145,8 +163,7 @@ class Reader {
     for (const auto& s : read_table(sizes)) {
       if (!s.entry.direct) continue;
       const auto dtype = s.entry.coded ? at::kByte : static_cast<at::ScalarType>(s.entry.dtype);
-      made.push_back(at::empty_strided(s.sizes, s.strides, at::TensorOptions(dtype).device(device)));
-      check_dense(made.back());
+      made.push_back(at::empty_strided(s.sizes, s.wire_strides, at::TensorOptions(dtype).device(device)));
     }
     return made;
   }
@@ -155,6 +172,7 @@ class Reader {
   struct Shape {
     Entry entry;
     std::vector<std::int64_t> sizes, strides;
+    std::vector<std::int64_t> wire_strides;  // those of its bytes: without gaps
     std::int64_t bytes = 0;
   };
 
@@ -205,8 +223,8 @@ class Reader {
     return s;
   }
 
-  // Returns how many elements there are; they all lie in as much memory.
-  std::int64_t check_shape(const Shape& s) const {
+  // Returns how many elements there are.
+  std::int64_t check_shape(Shape& s) const {
     // A value in the message itself has no more bytes than the message; a device reports by itself if it has no room.
     const std::int64_t most = s.entry.direct ? std::int64_t{1} << 48 : end_;
     std::int64_t numel = 1, furthest = 0;
@@ -218,10 +236,12 @@ class Reader {
     for (size_t i = 0; i < s.sizes.size() && numel > 0; i++) {
       std::int64_t reach = 0;
       if (__builtin_mul_overflow(s.sizes[i] - 1, s.strides[i], &reach) ||
-          __builtin_add_overflow(furthest, reach, &furthest) || furthest >= numel) {
+          __builtin_add_overflow(furthest, reach, &furthest) || furthest >= kMostReach * numel) {
         raise_malformed("a value's strides leave its memory");
       }
     }
+    if (numel > 0 && !reach_of(s.sizes, s.strides)) raise_malformed("a value's strides overlap");
+    s.wire_strides = furthest < numel ? s.strides : at::IntArrayRef(c10::contiguous_strides(s.sizes)).vec();
     return numel;
   }
 
@@ -231,12 +251,11 @@ class Reader {
     // from_blob, not views: each value has a version counter of its own.
     const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
     at::Tensor value = at::from_blob(
-        const_cast<char*>(base_) + at_, s.sizes, s.strides, [buffer = buffer_](void*) {},
+        const_cast<char*>(base_) + at_, s.sizes, s.wire_strides, [buffer = buffer_](void*) {},
         at::TensorOptions(s.entry.coded ? at::kByte : dtype));
-    check_dense(value);
     at_ += align(s.bytes);
     if (s.entry.coded) value = decode(value, *codes_, dtype);
-    return {value, s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
+    return {with_gaps(value, s), s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
   }
 
   MessageValue take_direct(const Shape& s, const std::vector<at::Tensor>& direct, size_t index) const {
@@ -244,11 +263,12 @@ class Reader {
     at::Tensor value = direct[index];
     const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
     if (s.entry.coded) value = ops::decode(value, codes_->to_string(), dtype);
-    return {value, s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
+    return {with_gaps(value, s), s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
   }
 
-  static void check_dense(const at::Tensor& value) {
-    if (!value.is_non_overlapping_and_dense()) raise_malformed("a value's strides overlap or leave gaps");
+  static at::Tensor with_gaps(const at::Tensor& value, const Shape& s) {
+    if (s.wire_strides == s.strides) return value;
+    return at::empty_strided(s.sizes, s.strides, value.options()).copy_(value);
   }
 
   const at::Tensor& buffer_;
@@ -371,7 +391,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
     }
     put(&entry, sizeof entry);
     if (!t.defined()) continue;
-    const auto strides = wire_strides(t);
+    const auto strides = kept_strides(t);
     put(t.sizes().data(), bytes_of_sizes(t.dim()));
     put(strides.data(), bytes_of_sizes(t.dim()));
   }

@@ -9,9 +9,10 @@
 // Direct values, those on a device whose group has a backend for it, are in the table only: their bytes go through that
 // backend, device to device, each a message of its own behind this one and without a checksum.
 //
-// Received values are tensors over the received buffer itself, direct ones over what the backend wrote. A message that
-// is not what was agreed (another step, stage or microbatch, other values, damaged, or not plumb's at all) is an error
-// that says so, never read as data.
+// Received values are tensors over the received buffer itself, direct ones over what the backend wrote. A part of a
+// tensor (a chunk of columns) travels without its gaps and gets them again, in memory of its own. A message that is not
+// what was agreed (another step, stage or microbatch, other values, damaged, or not plumb's at all) is an error that
+// says so, never read as data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
