@@ -18,8 +18,9 @@ TEST_F(Options, SaysRangesOfNumbersInWords) {
   wrong("train lm.pt2 --data tokens.bin --stages 5000", "5000 is no whole number from 1 to 1024");
   wrong("train lm.pt2 --data tokens.bin --steps 99999999999", "is more than the largest possible, 2147483647");
   wrong("train lm.pt2 --data tokens.bin --microbatches some", "some is no whole number from 1 to 65536");
-  wrong("plan --ranks 2 --microbatches 2 --costs 1,-1,1", "-1 is no finite number of 0 or more");
-  wrong("plan --ranks 2 --microbatches 2 --costs 1,1,1 --held-for-weight 2", "2 is no finite number from 0 to 1");
+  wrong("plan --ranks 2 --microbatches 2 --costs 1,-1,1", "-1 is no finite number from 0 to 1e+100");
+  wrong("plan --ranks 2 --microbatches 2 --costs 1,1,1 --held-for-weight 200", "200 is no finite number from 0 to 100");
+  wrong("train lm.pt2 --data tokens.bin --clip -1", "-1 is no finite number of 0 or more");
 }
 
 TEST_F(Options, ScalesWithTheTausAndReplacementsThatItIsGiven) {

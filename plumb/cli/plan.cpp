@@ -322,8 +322,8 @@ void add_plan(CLI::App& app) {
   sub->add_option("--memory-limit,--memory", o->memory,
                   "Memory of a rank, AdamW's state included: 800MiB; with --costs: microbatches of a whole rank");
   sub->add_option("--held-for-weight", o->held,
-                  "With --costs: the share of a microbatch's memory that waits for the weight half")
-      ->check(number_within(0, 1));
+                  "With --costs: what waits for the weight half, gradients too, over a microbatch's memory")
+      ->check(number_within(0, 100));
   sub->add_option("--data-parallel", o->replicas, "So many such pipelines beside each other, for -o")
       ->check(whole_number(1, 65536));
   sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried: 2,4 (default: 1,2,3)")
