@@ -40,6 +40,9 @@ def test_a_plan_is_made_kept_in_a_file_and_cuts_the_model(net, tmp_path):
     pipe = pipeline(net, (x,), split_policy=again)
     assert pipe.num_stages == again.schedule.num_stages
     assert torch.equal(pipe(x)[0], net(x))
+    whole = pipeline(net, (x,))
+    with pytest.raises(plumb.Error, match=rf"the pipe has 1 stages, and the plan {pipe.num_stages}(?s:.*)split_policy=plan"):
+        again.build_stages(whole, 0, "cpu")
 
 
 def test_a_plan_of_one_rank_trains_with_the_bits_of_the_model(net):

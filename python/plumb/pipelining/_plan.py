@@ -53,6 +53,12 @@ class Plan(SplitPolicy):
 
     def build_stages(self, pipe: CutPipe, rank: int, device: torch.device | str, group: Any = None) -> list[Any]:
         """Returns the stages of a rank, for a schedule to run."""
+        if pipe.num_stages != self.schedule.num_stages:
+            raise Error(
+                f"the pipe has {pipe.num_stages} stages, and the plan {self.schedule.num_stages}",
+                kind=ErrorKind.StructureMismatch,
+                remedy="pipeline(model, inputs, split_policy=plan), with the model that was planned; else plan again",
+            )
         here = [s for s, r in enumerate(self.schedule.ranks) if r == rank]
         return [pipe.build_stage(s, device, group, recompute=self.recompute[s]) for s in here]
 
