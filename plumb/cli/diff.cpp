@@ -53,9 +53,7 @@ DiffReport diff_files(const DiffArguments& o, const DiffNames& names, Progress& 
   Model a = open_model({o.a, "", o.inputs}, progress);
   const Loaded b = load_with_values(o.b, "");
   progress.next("running both");
-  TrainOptions place;
-  place.device = o.device;
-  if (o.device != "cpu") move_to(device_of(place, 0), b.module());
+  if (o.device != "cpu") move_to(device_of(o.device, 0), b.module());
   ModuleDiffOptions options{.tolerance = o.tolerance, .names = names};
   options.loss = [&](const std::vector<c10::IValue>& outputs) { return backward_start(a.module(), outputs); };
   return diff(a.module(), b.module(), a.inputs, options);

@@ -24,7 +24,7 @@ enum class DiffBasis {
   Distance,   // another arithmetic: nothing; how far apart they are is what counts
 };
 
-// The distance of two tensors of the same sizes.
+// The distance of two tensors. Those of other sizes differ, and have none.
 struct TensorDistance {
   int64_t elements = 0, differing = 0;
   double ulps = 0;      // the most, in units of the last place; NaN unless both have one floating-point type

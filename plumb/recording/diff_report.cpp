@@ -50,12 +50,12 @@ const char* name_of(DiffTensor::State state) {
 
 std::string DiffReport::conclusion() const {
   const std::string up_to = equal_to ? c10::str("Equal to step ", *equal_to, ".") : "";
-  if (compared == 0 && !first) return "Nothing was compared: they have no tensor in common.";
-  if (by_name() && !first && !equal()) {
-    return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
-                    only_b.size(), " only in ", b, ".");
-  }
   if (!first) {
+    if (compared == 0) return "Nothing was compared: they have no tensor in common.";
+    if (!equal()) {
+      return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
+                      only_b.size(), " only in ", b, ".");
+    }
     std::string text = (up_to.empty() ? "Equal." : up_to) + c10::str(" ", compared, " tensors were compared.");
     for (const auto& [steps, run] : {std::pair(steps_only_a, a), std::pair(steps_only_b, b)})
       if (steps > 0) text += c10::str(" ", steps, steps == 1 ? " step is" : " steps are", " only in ", run, ".");

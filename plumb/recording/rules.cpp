@@ -4,11 +4,9 @@
 #include <initializer_list>
 #include <sstream>
 
-#include <toml++/toml.h>
-
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
-#include "plumb/core/toml_depth.h"
+#include "plumb/core/toml_text.h"
 
 namespace plumb {
 namespace {
@@ -174,16 +172,10 @@ bool RecordRule::histogram() const {
 RecordRules RecordRules::everything(int64_t every) { return parse(c10::str("every = ", every, "\n\n[[rule]]\n")); }
 
 RecordRules RecordRules::parse(std::string_view text, const std::string& file) {
-  Reader reader(file);
-  try {
-    check_toml_depth(std::string(text), file);
-    RecordRules out = reader.read(toml::parse(text));
-    out.text = text;
-    return out;
-  } catch (const toml::parse_error& e) {
-    throw Error(ErrorKind::BadFile, reader.place(e.source().begin) + ": is no TOML: " + std::string(e.description()),
-                "", "see docs/history.md for the rules' keys; texts stand in quotes");
-  }
+  RecordRules out =
+      Reader(file).read(parse_toml(text, file, "see docs/history.md for the rules' keys; texts stand in quotes"));
+  out.text = text;
+  return out;
 }
 
 RecordRules RecordRules::load(const std::filesystem::path& path) { return parse(read_file(path), path.string()); }

@@ -41,11 +41,12 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
   bool marked = false;
   for (const Node* node : module.graph().nodes()) marked = marked || is_pipe_split(*node);
   std::string where = "the graph's marks give";
+  std::shared_ptr<GraphModule> marked_there;  // by a plan's cut
   if (stages == 1) {
     options.policy = [](const Node&) { return 0; };
     where = "one stage gives";
   } else if (!cuts.before.empty()) {
-    // marked below
+    marked_there = used_by("the cut", [&] { return mark_before(module, cuts.before); }, kPlanAgain);
   } else if (!at.empty()) {
     where = "--at gives";
     for (const std::string& name : at) options.points.push_back(split_point(name));
@@ -61,13 +62,11 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
   choose_multi_use(module, cuts.transmit, options);
   options.wire = cuts.wire;
   used_by("--wire", [&] { check(options.wire.formats); });
-  const bool planned = !cuts.before.empty();
-  std::shared_ptr<GraphModule> marked_there;
-  if (planned) marked_there = used_by("the cut", [&] { return mark_before(module, cuts.before); }, kPlanAgain);
   const auto pipe =
-      prefixed(at.empty() ? "" : "--at: ", [&] { return pipeline(planned ? *marked_there : module, options); });
+      prefixed(at.empty() ? "" : "--at: ", [&] { return pipeline(marked_there ? *marked_there : module, options); });
   if (stages != 0 && pipe->num_stages() != stages) {
-    if (planned) throw UsageError(c10::str("the cut gives ", pipe->num_stages(), " stages of ", stages), kPlanAgain);
+    if (marked_there)
+      throw UsageError(c10::str("the cut gives ", pipe->num_stages(), " stages of ", stages), kPlanAgain);
     throw UsageError(c10::str(needed_by, " needs ", stages, " stages: ", where, " ", pipe->num_stages()),
                      c10::str("--at with ", stages - 1, " module", stages == 2 ? "" : "s", ", or another --stages"));
   }

@@ -194,7 +194,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
-  device_of(o, 0);
+  device_of(o.device, 0);
   job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);
   used_by("--gradient-groups",
           [&] { check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule); });

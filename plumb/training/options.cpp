@@ -5,14 +5,12 @@
 #include <limits>
 #include <sstream>
 
-#include <toml++/toml.h>
-
 #include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
 #include "plumb/core/number_text.h"
-#include "plumb/core/toml_depth.h"
+#include "plumb/core/toml_text.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/usage.h"
@@ -429,14 +427,7 @@ std::optional<std::string> text_of_value(const toml::node& node) {
 
 void read_toml(TrainOptions& options, const std::string& text, const std::string& file) {
   const auto place = [&](const toml::source_region& at) { return c10::str(file, ":", at.begin.line, ": "); };
-  toml::table document;
-  try {
-    check_toml_depth(text, file);
-    document = toml::parse(text);
-  } catch (const toml::parse_error& e) {
-    throw Error(ErrorKind::BadFile, place(e.source()) + "is no TOML: " + std::string(e.description()), "",
-                "NAME = value lines; texts stand in quotes");
-  }
+  const toml::table document = parse_toml(text, file, "NAME = value lines; texts stand in quotes");
   for (const auto& [key, node] : document) {
     const std::string name(key.str());
     prefixed(place(key.source()), [&, &node = node] {

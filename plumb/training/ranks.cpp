@@ -12,7 +12,7 @@ namespace plumb {
 TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   const auto place = given != nullptr ? std::optional(*given) : o.processes() > 1 ? discover_ranks() : std::nullopt;
   TrainRanks ranks;
-  ranks.device = device_of(o, place ? place->local_rank : 0);
+  ranks.device = device_of(o.device, place ? place->local_rank : 0);
   GlooOptions of_group;
   if (!ranks.device.is_cpu()) of_group.device = ranks.device;
   if (given != nullptr) {

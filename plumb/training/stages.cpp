@@ -55,9 +55,9 @@ std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
   return cast;
 }
 
-at::Device device_of(const TrainOptions& o, int local_rank) {
+at::Device device_of(const std::string& given, int local_rank) {
   try {
-    at::Device device(o.device);
+    at::Device device(given);
     if (!device.is_cpu() && !device.is_meta()) {
       const bool known = c10::impl::hasDeviceGuardImpl(device.type());
       const int count = known ? c10::impl::VirtualGuardImpl(device.type()).deviceCount() : 0;
@@ -70,7 +70,7 @@ at::Device device_of(const TrainOptions& o, int local_rank) {
     at::zeros({1}, at::device(device)).add_(1);
     return device;
   } catch (const std::exception& e) {
-    throw UsageError("--device " + o.device + ": " + first_line(e.what()), "--device cpu, or a device of this machine");
+    throw UsageError("--device " + given + ": " + first_line(e.what()), "--device cpu, or a device of this machine");
   }
 }
 

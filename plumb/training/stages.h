@@ -14,8 +14,9 @@ namespace plumb {
 // here pointwise operators and sums are in float32 as before.)
 std::shared_ptr<GraphModule> bf16_products(const GraphModule& module);
 
-// Returns --device for a process of this number on its host. Throws UsageError for what is no device, or not there.
-at::Device device_of(const TrainOptions& options, int local_rank);
+// Returns the device that --device names, for a process of this number on its host. Throws UsageError for what is no
+// device, or not there.
+at::Device device_of(const std::string& given, int local_rank);
 
 // As stages_of_rank(), with options.recompute and options.autocast. `change` returns the graph to run for a stage.
 std::map<int, std::shared_ptr<StageFunction>> make_stages(

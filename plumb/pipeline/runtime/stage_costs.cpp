@@ -342,7 +342,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   const int last = pipe.num_stages() - 1;
   std::optional<Measured> whole_last;
   if (stages[last]->recompute == Recompute::Cheap) whole_last.emplace();
-  // As in a step, stages take turns, two microbatches are in flight, and gradients are added to earlier ones.
+  // As in a step, stages take turns, several microbatches are in flight, and gradients are added to earlier ones.
   constexpr int kInFlight = 4;
   for (int repeat = 0; repeat < std::max(1, options.repeats / kInFlight); repeat++) {
     for (const bool halves : {false, true}) {

@@ -25,14 +25,13 @@ struct StageCostOptions {
   Machine machine = {};  // for estimates
 };
 
-// Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Four
-// microbatches go through all stages, forwards, then backwards, whole or input halves and later weight halves, and add
-// to the gradients, as in a step: a stage that runs again and again by itself finds its values in caches and takes up
-// to a third less. Seconds are processor time of the thread that
-// runs a stage, so that another load on the machine does not count; on a device that is no CPU they are the clock's.
-// Activations are what a stage holds from its forward to its backward; Costs::held_for_weight is the share of it that a
-// stage holds after the input half. State, gradients and the random generator are left as they were. Throws what a
-// stage throws.
+// Returns seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Four microbatches go
+// through all stages, forwards, then backwards, whole or input halves and later weight halves, and add to the
+// gradients, as in a step: a stage that runs again and again by itself finds its values in caches and takes up to a
+// third less. Seconds are processor time of the thread that runs a stage, so that another load on the machine does not
+// count; on a device that is no CPU they are the clock's. Activations are what a stage holds from its forward to its
+// backward; Costs::held_for_weight is the share of it that a stage holds after the input half. State, gradients and the
+// random generator are left as they were. Throws what a stage throws.
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs,
                           const StageCostOptions& options = {});
 

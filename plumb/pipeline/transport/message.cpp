@@ -83,10 +83,14 @@ std::optional<std::int64_t> reach_of(at::IntArrayRef sizes, at::IntArrayRef stri
   return reach;
 }
 
+std::vector<std::int64_t> contiguous(at::IntArrayRef sizes) {
+  const auto strides = c10::contiguous_strides(sizes);
+  return {strides.begin(), strides.end()};
+}
+
 // Returns the strides of a value's bytes in a message.
 std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
-  return t.is_non_overlapping_and_dense() ? t.strides().vec()
-                                          : at::IntArrayRef(c10::contiguous_strides(t.sizes())).vec();
+  return t.is_non_overlapping_and_dense() ? t.strides().vec() : contiguous(t.sizes());
 }
 
 // Returns the strides that a value has at its receiver: its own, gaps too, as operators take other paths where rows do
@@ -241,7 +245,7 @@ class Reader {
       }
     }
     if (numel > 0 && !reach_of(s.sizes, s.strides)) raise_malformed("a value's strides overlap");
-    s.wire_strides = furthest < numel ? s.strides : at::IntArrayRef(c10::contiguous_strides(s.sizes)).vec();
+    s.wire_strides = furthest < numel ? s.strides : contiguous(s.sizes);
     return numel;
   }
 

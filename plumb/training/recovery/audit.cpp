@@ -109,8 +109,8 @@ void AuditedStage::watch(int microbatch) {
     output->set_arg(i, leaving);
   }
   num_outputs_ = hashed_.size();
-  // Slots of inputs that later stages have, too: a backward adds to what these made, one by one, and what is watched
-  // has a sum of its own, which would be added at once and round otherwise.
+  // Slots of inputs that later stages have, too: their gradients have what those add, which the rank that computes
+  // again does not get.
   std::set<int64_t> summed;
   const auto& ports = table_.stages[static_cast<size_t>(index_)].inputs;
   const auto placeholders = graph.placeholders();

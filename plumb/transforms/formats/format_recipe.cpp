@@ -5,12 +5,10 @@
 #include <map>
 #include <sstream>
 
-#include <toml++/toml.h>
-
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
-#include "plumb/core/toml_depth.h"
+#include "plumb/core/toml_text.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/numerics/format.h"
@@ -180,16 +178,7 @@ std::string FormatRecipe::to_toml() const {
 }
 
 FormatRecipe parse_recipe(const std::string& text, const std::string& file) {
-  toml::table document;
-  try {
-    check_toml_depth(text, file);
-    document = toml::parse(text);
-  } catch (const toml::parse_error& e) {
-    throw Error(ErrorKind::BadFile,
-                c10::str(file, ":", e.source().begin.line, ": is no TOML: ", std::string(e.description())), "",
-                "a recipe as plumb verdict writes it");
-  }
-  return RecipeReader(file).read(document);
+  return RecipeReader(file).read(parse_toml(text, file, "a recipe as plumb verdict writes it"));
 }
 
 FormatRecipe read_recipe(const std::string& name) {
