@@ -96,6 +96,7 @@ void add_weights_option(CLI::App* sub, std::string& weights) {
 std::vector<std::string> files_of(const ModelOptions& options) {
   std::vector<std::string> files = options.inputs;
   files.push_back(options.file);
+  if (!options.weights.empty()) files.push_back(options.weights);
   return files;
 }
 

@@ -71,7 +71,9 @@ void run_diff(const DiffArguments& o) {
     throw UsageError("--tolerance, --device: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
   if (!o.replays.empty() && (o.replays.size() != 2 || files || folders))
     throw UsageError("--replays: takes the histories of both runs' step done again", "--replays A_AGAIN B_AGAIN");
-  check_writable("--html", o.html, {o.a, o.b});
+  std::vector<std::string> inputs = {o.a, o.b};
+  for (const auto& more : {o.inputs, o.replays}) inputs.insert(inputs.end(), more.begin(), more.end());
+  check_writable({{"--html", o.html}}, inputs);
   Progress progress(4, o.json);
   DiffNames names{o.a, o.b};
   if (names.a == names.b) names.b += " on " + o.device;

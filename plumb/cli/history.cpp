@@ -63,9 +63,7 @@ std::string history_page(const HistoryView& view, const std::string& title, cons
 void show_history(const HistoryOptions& o) {
   std::vector<std::string> inputs = o.compare;
   inputs.push_back(o.history);
-  check_writable("-o", o.out, inputs);
-  check_writable("--html", o.html, inputs);
-  check_writable("--svg", o.svg, inputs);
+  check_writable({{"-o", o.out}, {"--html", o.html}, {"--svg", o.svg}}, inputs);
   HistoryView view;
   read_formats(view, o);
   for (size_t i = 0; i <= o.compare.size(); ++i) {

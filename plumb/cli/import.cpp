@@ -120,7 +120,7 @@ void add_import(CLI::App& app) {
       "--data tokens.bin --token-type i32 --stages 2 --microbatches 4 --save-hf tuned");
   sub->callback([o] {
     if (!is_pt2(o->output)) throw UsageError("-o " + o->output + ": is no .pt2 name", "-o OUT.pt2");
-    check_writable("-o", o->output);
+    check_writable({{"-o", o->output}});
     if (!fs::is_directory(o->folder))
       throw UsageError("FOLDER " + o->folder + ": is no folder", "a folder with config.json");
     import_folder(*o);

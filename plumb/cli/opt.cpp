@@ -46,7 +46,7 @@ void opt(const OptArguments& o) {
   if (o.json && (o.out.empty() || o.out == "-")) {
     throw UsageError("--json: the graph goes to stdout already", "-o OUT for the graph");
   }
-  check_writable("-o", o.out, {o.file});
+  check_writable({{"-o", o.out}}, {o.file});
   RunPassesOptions run;
   run.check = !loaded.is_text;  // a text's module has no tensors: only its graph is checked
   run.dump = o.dump;

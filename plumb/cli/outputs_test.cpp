@@ -153,6 +153,18 @@ TEST_F(Outputs, AreNeverTheInputUnderWhateverName) {
   EXPECT_TRUE(fs::is_symlink(folder() / "soft.pt2"));
 }
 
+TEST_F(Outputs, OfOneCommandAreFilesOfTheirOwn) {
+  for (const char* command :
+       {"show mlp.pt2 -o two --html two", "show mlp.pt2 -o two --html ./two", "scale mlp.pt2 -o two.pt2 --html two.pt2",
+        "track mlp.pt2 --input in.pt --svg two -o two", "track --history h.bin --svg two --html two",
+        "plan mlp.pt2 --ranks 2 --csv two --svg two",
+        "train lm.pt2 --data tokens.bin --timeline two.svg --page two.svg",
+        "verdict lm.pt2 --data tokens.bin --html two -o two"}) {
+    wrong(command, "is the same file as that of");
+    EXPECT_FALSE(fs::exists(folder() / "two")) << command;
+  }
+}
+
 TEST_F(Outputs, ThatNobodyReadsAnyMoreEndACommandQuietly) {
   // Python's programs, the installed command among them, have what they start ignore the signal.
   for (const char* ignored : {"", "trap '' PIPE; "}) {

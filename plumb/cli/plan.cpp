@@ -116,10 +116,7 @@ void write_schedule(const PlanArguments& o, const ScheduleChoice& c) {
 }
 
 void check_arguments(PlanArguments& o) {
-  const std::vector<std::pair<std::string, std::string>> outputs = {
-      {"--svg", o.svg}, {"--csv", o.csv}, {"-o", o.out}, {"--html", o.html}};
-  for (const auto& [option, path] : outputs) check_writable(option, path, {o.file});
-  check_apart(outputs);
+  check_writable({{"--svg", o.svg}, {"--csv", o.csv}, {"-o", o.out}, {"--html", o.html}}, {o.file});
   if (o.file.empty() == o.costs.empty()) {
     throw UsageError("a .pt2 file, a folder or --costs is needed, and not two of them",
                      "--costs 1,1,1, or the name of a file");

@@ -62,7 +62,7 @@ void run(const RunArguments& o) {
   if (!o.out.empty() && !is_tensor_file(o.out)) {
     throw UsageError("-o " + o.out + ": is no tensor file by its name", "-o OUT.pt or OUT.npy");
   }
-  check_writable("-o", o.out, files_of(o.model));
+  check_writable({{"-o", o.out}}, files_of(o.model));
   Progress progress(3, o.json);
   Model model = open_model(o.model, progress);
   GraphModule& module = model.module();

@@ -38,8 +38,7 @@ Replacement replacement(const std::string& text) {
 
 void scale(const ScaleArguments& o) {
   if (!is_pt2(o.out)) throw UsageError("-o " + o.out + ": is no .pt2 name", "-o OUT.pt2");
-  check_writable("-o", o.out, {o.file});
-  check_writable("--html", o.html, {o.file});
+  check_writable({{"-o", o.out}, {"--html", o.html}}, {o.file, o.weights});
   Progress progress(3, o.json);
   progress.next("reading " + o.file);
   Loaded loaded = load_with_values(o.file, o.weights);

@@ -54,8 +54,7 @@ std::string table(const Graph& graph) {
 }
 
 void show(const ShowArguments& o) {
-  check_writable("-o", o.out, {o.file});
-  check_writable("--html", o.html, {o.file});
+  check_writable({{"-o", o.out}, {"--html", o.html}}, {o.file});
   Progress progress(2, o.json);
   progress.next("reading " + o.file);
   const Loaded loaded = load(o.file);

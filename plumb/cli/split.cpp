@@ -53,8 +53,8 @@ void split(const SplitArguments& o) {
     throw Error(ErrorKind::CannotWrite, "-o " + o.out + ": cannot be made: " + failed.message(), "",
                 "give -o a folder that can be written to");
   }
-  check_writable("-o", manifest_file.string(), {o.file});
-  for (int s = 0; s < pipe->num_stages(); ++s) check_writable("-o", (folder / stage_file(s)).string(), {o.file});
+  check_writable({{"-o", manifest_file.string()}}, {o.file});
+  for (int s = 0; s < pipe->num_stages(); ++s) check_writable({{"-o", (folder / stage_file(s)).string()}}, {o.file});
   // That of an earlier run does not describe the files from here on.
   std::filesystem::remove(manifest_file, failed);
   nlohmann::json manifest = {{"table", nlohmann::json::parse(pipe->table().to_json())},

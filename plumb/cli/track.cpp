@@ -73,10 +73,7 @@ void track(const TrackArguments& o) {
   read_formats(view, o.history);
   const std::string &html = o.history.html, &svg = o.history.svg, &out = o.history.out;
   const bool json = o.history.json;
-  const std::vector<std::string> inputs = files_of(o.model);
-  check_writable("-o", out, inputs);
-  check_writable("--html", html, inputs);
-  check_writable("--svg", svg, inputs);
+  check_writable({{"-o", out}, {"--html", html}, {"--svg", svg}}, files_of(o.model));
   Progress progress(3, json);
   Model model = open_model(o.model, progress);
   progress.next("running " + o.model.file);

@@ -27,7 +27,7 @@ void judge(const VerdictArguments& given) {
   o.verdict_steps = given.steps;
   o.verdict_page = given.html;
   o.steps = std::max(verdict_steps(given.steps, o.warmup).back(), o.warmup);
-  check_writable("-o", given.out, {o.file, o.data, o.targets, o.mask});
+  check_writable({{"-o", given.out}, {"--html", given.html}}, {o.file, o.data, o.targets, o.mask});
   event::Concluded concluded;
   Progress progress(static_cast<int>(o.steps) + 2, given.json);
   TrainHooks hooks;

@@ -75,10 +75,16 @@ std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::v
   for (Node* node : graph.nodes()) {
     if (is_pipe_split(*node)) graph.erase(node);
   }
+  const Value* last = nullptr;
   for (const std::string& name : values) {
-    Value* value = graph.find_value(name);
+    const Value* value = graph.find_value(name);
     if (!value || !value->producer()->is_call())
       throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
+    if (last && !last->producer()->is_before(value->producer())) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "cuts are given in another order than the graph's: %" + name + " is not made after %" + last->name());
+    }
+    last = value;
     auto here = graph.inserting_before(value->producer());
     graph.call("plumb::pipe_split", {});
   }

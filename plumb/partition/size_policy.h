@@ -18,7 +18,8 @@ std::vector<std::string> cuts_of_equal_size(const GraphModule& module, int stage
 std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes);
 
 // Returns the module with marks (plumb::pipe_split) before the operators that make these values, and no others: what
-// pipeline() cuts. Throws Error(UnknownName) for a value that the graph does not have.
+// pipeline() cuts. Throws Error(UnknownName) for a value that the graph does not have. Throws Error(InvalidArgument)
+// for one whose operator does not come after that of the value before it.
 std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::vector<std::string>& values);
 
 // Returns for each stage but the first a value before which mark_before() cuts there again.

@@ -218,6 +218,8 @@ TEST(Split, CutsBySizeCountATensorOnce) {
   EXPECT_TRUE(cuts_at_size(*whole, 128).empty());
   expect_equals_whole(*mark_before(*whole, {"h3"}), {}, {randn_there({2, 4}).requires_grad_()}, 2);
   EXPECT_THAT(message_of([&] { mark_before(*whole, {"h9"}); }), HasSubstr("no value %h9"));
+  for (const std::vector<std::string>& values : {std::vector<std::string>{"h4", "h2"}, {"h3", "h3"}})
+    EXPECT_THAT(message_of([&] { mark_before(*whole, values); }), HasSubstr("is not made after %h"));
   EXPECT_THAT(message_of([&] { cuts_of_equal_size(*whole, 0); }), HasSubstr("into 0 stages"));
 }
 

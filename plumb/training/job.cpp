@@ -65,27 +65,20 @@ void check_outputs(const TrainOptions& o) {
   }
   const std::vector<std::string> inputs = {o.file,         o.data,     o.targets, o.mask, o.eval_data,
                                            o.eval_targets, o.schedule, o.record,  o.plan};
-  check_apart({{"--save", o.save},
-               {"--options", o.options},
-               {"--csv", o.csv},
-               {"--page", o.page},
-               {"--timeline", o.timeline},
-               {"--verdict-page", o.verdict_page},
-               {"--verdict-recipe", o.verdict_recipe},
-               {"--history", o.history},
-               {"--hashes", o.hashes}});
-  check_writable("--save", o.save, inputs);
-  check_writable("--options", o.options, inputs);
-  check_writable("--csv", o.csv, inputs);
-  check_writable("--page", o.page, inputs);
+  check_writable({{"--save", o.save},
+                  {"--options", o.options},
+                  {"--csv", o.csv},
+                  {"--page", o.page},
+                  {"--verdict-page", o.verdict_page},
+                  {"--verdict-recipe", o.verdict_recipe},
+                  {"--timeline", o.timeline},
+                  {"--history", o.history.empty() ? "" : history_file(o, 0)},
+                  {"--hashes", o.hashes.empty() ? "" : hashes_file(o, 0, {})}},
+                 inputs);
   check_folder("--dump", o.dump);
   check_folder("--tensorboard", o.tensorboard);
   check_folder("--checkpoints", o.checkpoints);
-  check_timeline(o.timeline, inputs);
-  check_writable("--verdict-page", o.verdict_page, inputs);
-  check_writable("--verdict-recipe", o.verdict_recipe, inputs);
-  if (!o.history.empty()) check_writable("--history", history_file(o, 0), inputs);
-  if (!o.hashes.empty()) check_writable("--hashes", hashes_file(o, 0, {}), inputs);
+  check_timeline(o.timeline);
   if (o.replay > 0 && o.hashes.empty()) throw UsageError("--replay: nothing says where to", "--hashes FILE");
   if (o.replay > o.steps) {
     throw UsageError(c10::str("--replay ", o.replay, ": more than --steps ", o.steps), "a step of the run");

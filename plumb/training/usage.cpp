@@ -29,29 +29,28 @@ c10::IValue load_tensor_file(const std::string& path) {
   return all;
 }
 
-void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& inputs) {
-  if (path.empty() || path == "-") return;
-  std::error_code missing;
-  for (const std::string& input : inputs) {
-    for (const std::string& file : {input, input.substr(input.find('=') + 1)}) {
-      if (std::filesystem::equivalent(path, file, missing)) {
-        throw UsageError(option + " " + path + ": is the same file as the input " + file + ", which would be lost",
-                         option + " with the name of a new file");
-      }
-    }
-  }
-  prefixed(option + " ", [&] { const OutputFile probe(path); });
-}
-
-void check_apart(const std::vector<std::pair<std::string, std::string>>& outputs) {
+void check_writable(const std::vector<std::pair<std::string, std::string>>& outputs,
+                    const std::vector<std::string>& inputs) {
   std::map<std::filesystem::path, std::string> options;
-  for (const auto& [option, path] : outputs) {
+  for (const auto& named : outputs) {
+    const std::string &option = named.first, &path = named.second;
     if (path.empty() || path == "-") continue;
     std::error_code missing;
-    const auto [it, fresh] = options.emplace(std::filesystem::weakly_canonical(path, missing), option);
-    if (!fresh)
+    for (const std::string& input : inputs) {
+      for (const std::string& file : {input, input.substr(input.find('=') + 1)}) {
+        if (std::filesystem::equivalent(path, file, missing)) {
+          throw UsageError(option + " " + path + ": is the same file as the input " + file + ", which would be lost",
+                           option + " with the name of a new file");
+        }
+      }
+    }
+    const auto whole = std::filesystem::absolute(path, missing);
+    const auto [it, fresh] = options.emplace(std::filesystem::weakly_canonical(whole, missing), option);
+    if (!fresh) {
       throw UsageError(option + " " + path + ": is the same file as that of " + it->second + ", which would be lost",
                        option + " with another name");
+    }
+    prefixed(option + " ", [&] { const OutputFile probe(path); });
   }
 }
 

@@ -45,12 +45,11 @@ bool is_tensor_file(const std::string& path);  // .pt, .pth, .npy or .safetensor
 // Reads what load_tensors() reads, and .safetensors files: their only tensor, or a dict of all.
 c10::IValue load_tensor_file(const std::string& path);
 
-// Called before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-"
-// can. A UsageError if the file is one of `inputs` (FILE or NAME=FILE), under any name: it would be replaced.
-void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& inputs = {});
-// Throws UsageError if two of these options (name and path, "" for none) name one file: the later would replace the
-// other.
-void check_apart(const std::vector<std::pair<std::string, std::string>>& outputs);
+// Called before work that takes long: throws Error naming the option (and path; "" and "-" are no file) if a file can
+// not be written there. A UsageError if the file is one of `inputs` (FILE or NAME=FILE), or that of another of the
+// options, under any name: it would be replaced.
+void check_writable(const std::vector<std::pair<std::string, std::string>>& outputs,
+                    const std::vector<std::string>& inputs = {});
 
 // Returns "f32[2, 3]", with symbols where a dimension has one.
 std::string type_text(const std::optional<TensorMeta>& meta);

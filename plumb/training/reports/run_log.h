@@ -48,7 +48,7 @@ class RunLog {
 };
 
 // Throws UsageError for a name of another kind and for a file of `inputs`, Error if no file can be written. "": none.
-void check_timeline(const std::string& path, const std::vector<std::string>& inputs = {});
+void check_timeline(const std::string& path);
 
 // Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps
 // for chrome://tracing and Perfetto (.json). Each step's events are those of all ranks, on the clock of the ranks; the
