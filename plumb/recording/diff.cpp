@@ -174,11 +174,6 @@ class StepDiff {
   const int64_t step_;
 };
 
-const HistoryHashes* find_step(const History& history, int64_t step) {
-  const auto at = std::ranges::find(history.hashes, step, &HistoryHashes::step);
-  return at == history.hashes.end() ? nullptr : &*at;
-}
-
 // Returns a tensor's row; that of the stage and rank, if one has it.
 const HistoryRow* find_row(const History& history, const Difference& place, const std::string& key) {
   const bool backward = place.kind == DiffKind::Gradient;
@@ -385,16 +380,18 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
   DiffReport report{names.a, names.b};
   Lines lines(report, a, b);
   const auto in_a = lines.add(a.tensors), in_b = lines.add(b.tensors);
+  std::map<int64_t, const HistoryHashes*> steps_of_b;
+  for (const HistoryHashes& step : b.hashes) steps_of_b.emplace(step.step, &step);
   int64_t steps = 0;
   for (const HistoryHashes& step : a.hashes) {
-    const HistoryHashes* other = find_step(b, step.step);
-    if (other == nullptr) continue;
+    const auto other = steps_of_b.find(step.step);
+    if (other == steps_of_b.end()) continue;
     ++steps;
     if (report.first) {
       ++report.also_steps;
       continue;
     }
-    const auto of_a = lines_of(a, step, in_a), of_b = lines_of(b, *other, in_b);
+    const auto of_a = lines_of(a, step, in_a), of_b = lines_of(b, *other->second, in_b);
     StepDiff one(report, step.step);
     for (const auto& [line, parts] : of_a) {
       if (const auto at = of_b.find(line); at != of_b.end()) one.compare(line, parts, at->second);

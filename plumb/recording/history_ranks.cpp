@@ -3,6 +3,7 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
@@ -127,23 +128,20 @@ void join_scalars(const std::vector<History>& ranks, History& out) {
 }
 
 void join_events(std::vector<History>& ranks, const Numbers& numbers, History& out) {
+  std::map<std::tuple<int64_t, int64_t, std::string>, HistoryEvent> events;
   for (size_t r = 0; r < ranks.size(); ++r) {
     for (HistoryEvent& event : ranks[r].events) {
       for (auto& c : event.first) c.tensor = numbers[r][c.tensor];
-      const auto known = std::ranges::find_if(out.events, [&](const HistoryEvent& e) {
-        return e.step == event.step && e.rule == event.rule && e.condition == event.condition;
-      });
-      if (known == out.events.end()) {
-        out.events.push_back(std::move(event));
-        continue;
-      }
-      known->count += event.count;
+      const auto [known, is_new] = events.try_emplace({event.step, event.rule, event.condition}, event);
+      if (is_new) continue;
+      HistoryEvent& whole = known->second;
+      whole.count += event.count;
       for (auto& c : event.first) {
-        if (known->first.size() < kMostCases) known->first.push_back(c);
+        if (whole.first.size() < kMostCases) whole.first.push_back(c);
       }
     }
   }
-  std::ranges::stable_sort(out.events, {}, [](const HistoryEvent& e) { return std::pair(e.step, e.rule); });
+  for (auto& [place, event] : events) out.events.push_back(std::move(event));
 }
 
 }  // namespace
