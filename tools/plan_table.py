@@ -5,9 +5,10 @@ trainings then take: prints a table for docs/howto/plan.md.
     .venv/bin/python tools/plan_table.py [--ranks 2] [--steps 60]
 
 Predicted: the plan's step. Measured: a step's time line from the first action to the last, the least and the middle of the
-steps. Beside it the processor time that ranks were predicted to work, and took for a step (a long training less a short one;
-with the optimizer, the data and the messages). Memory: all tensors of the rank that has most, the optimizer's
-state included; needs a build with -DPLUMB_BENCHMARKS=ON.
+steps; the middle of a second such run over that of the first says how far runs are apart on this machine. Beside it the
+processor time that ranks were predicted to work, and took for a step (a long training less a short one; with the optimizer,
+the data and the messages). Memory: all tensors of the rank that has most, the optimizer's state included; needs a build
+with -DPLUMB_BENCHMARKS=ON.
 """
 
 from __future__ import annotations
@@ -197,22 +198,23 @@ def row_of_plan(model: str, folder: pathlib.Path, ranks: int, steps: int) -> lis
     cost = f"{processor_seconds() - before:.0f} s ({time.monotonic() - clock:.0f} s)"
     plan = json.loads((folder / "best.json").read_text())
     job = ["train", "net.pt2", "--data", "rows.pt", "--loss", "output", "--threads", "1", "--json", "--save", "out.pt2"]
-    used = []
-    for number in (5, 5 + steps):
+    used, runs = [], []
+    for number in (5, 5 + steps, 5 + steps):
         before = processor_seconds()
         out = run([*job, "--plan", "best.json", "--steps", str(number), "--timeline", "line.json", "--timeline-steps",
                    str(steps)], folder)  # fmt: skip
         used.append(processor_seconds() - before)
+        runs.append(step_lengths(folder / "line.json"))
     losses = [e["loss"] for e in map(json.loads, out.splitlines()) if "loss" in e]
     alone = run([*job, "--steps", "5", "--microbatches", microbatches], folder)
     same = [e["loss"] for e in map(json.loads, alone.splitlines()) if "loss" in e] == losses[:5]
-    lengths = step_lengths(folder / "line.json")
     taken = next(c for c in planned["schedules"] if c["schedule"] == planned["taken"])
     work = taken["step"] * (1 - taken["bubble"]) * ranks
-    least, middle, ms, mib = min(lengths), statistics.median(lengths), 1e3, 2**20
+    least, ms, mib = min(runs[1]), 1e3, 2**20
+    middle, again = (statistics.median(lengths) for lengths in runs[1:])
     memory, peak = max(plan["memory"]), peak_of_plan(ranks, folder)
     row = [model, planned["taken"], f"{ms * plan['seconds']:.1f}", f"{ms * least:.1f}", f"{ms * middle:.1f}",
-            f"{plan['seconds'] / middle - 1:+.1%}", f"{ms * work:.0f}", f"{ms * (used[1] - used[0]) / steps:.0f}",
+            f"{plan['seconds'] / middle - 1:+.1%}", f"{again / middle - 1:+.1%}", f"{ms * work:.0f}", f"{ms * (used[1] - used[0]) / steps:.0f}",
             f"{planned['spread']:.0%}", f"{memory / mib:.1f}", f"{peak / mib:.1f} ({memory / peak - 1:+.1%})", cost,
             f"{losses[-1]:.4f}", "yes" if same else "no"]  # fmt: skip
     print(row, file=sys.stderr, flush=True)
@@ -244,7 +246,7 @@ def main() -> None:
                 run(["opt", "net.pt2", f"--pass=split_vocabulary,parts={given.ranks}", "-o", "divided.pt2"], folder)
                 (folder / "divided.pt2").rename(folder / "net.pt2")
                 rows.append(row_of_plan("GPT, its head divided by words", folder, given.ranks, given.steps))
-    head = ["model", "plan", "predicted, ms:", "least step:", "middle:", "predicted over middle:", "work predicted, ms:",
+    head = ["model", "plan", "predicted, ms:", "least step:", "middle:", "predicted over middle:", "second run over first:", "work predicted, ms:",
             "processor time of a step:", "spread of costs:", "memory predicted, MiB:", "measured:",
             "planning, processor time (clock)", "last loss:", "bits of one process"]  # fmt: skip
     print(table(head, rows))
