@@ -16,8 +16,8 @@ TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   GlooOptions of_group;
   if (!ranks.device.is_cpu()) of_group.device = ranks.device;
   if (given != nullptr) {
-    // All have been started at once, on hosts that may be more or less busy.
-    if (given->starts_again) of_group.timeout = std::chrono::seconds(std::max<int64_t>(o.patience, 30));
+    // torchrun starts all at once, on hosts that may be more or less busy; plumb lets those meet that are ready.
+    of_group.timeout = std::chrono::seconds(given->starts_again ? std::max<int64_t>(o.patience, 30) : o.patience);
     ranks.everyone = make_gloo_group(*given, of_group);
   } else if (o.processes() > 1) {
     ranks.everyone = make_group_from_environment(of_group);

@@ -26,6 +26,7 @@ Role lasting_role("lasting", [] {
   auto me = Membership::from_environment();
   const std::string kind = setting("KIND");
   if (kind == "twice" && std::getenv("PLUMB_PROCESS") == std::string("3")) return 5;  // the first new one
+  if (kind == "early" && std::getenv("PLUMB_PROCESS") == std::string("1")) ::raise(SIGKILL);
   while (const auto place = me->next()) {
     try {
       ProcessGroup world = make_gloo_group(*place);
@@ -118,6 +119,13 @@ TEST(Generations, WaitForANewProcessThatFailsBeforeItJoins) {
   EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
   EXPECT_THAT(run.met, ElementsAre("1:012", "1:012", "1:012"));
   EXPECT_EQ(run.lost.size(), 2u);
+}
+
+TEST(Generations, BeginWithANewProcessForOneThatIsLostBeforeItJoins) {
+  const Lasting run = run_lasting("early", -1);
+  EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
+  EXPECT_THAT(run.met, ElementsAre("0:012", "0:012", "0:012")) << "nobody has waited for it in a group";
+  EXPECT_THAT(run.lost, ElementsAre("1: a new process takes its place"));
 }
 
 TEST(Generations, KillAProcessThatIsStopped) {

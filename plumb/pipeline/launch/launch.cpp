@@ -41,7 +41,6 @@ class Launch {
     socket.close();
     if (generations_) {
       for (int s = 0; s < options_.spares; s++) spares_.push_back(start(-1, -1));
-      begin_generation();
     }
     while (!members_ended()) {
       children_.watch(milliseconds(20));
@@ -110,7 +109,11 @@ class Launch {
       done = done || (children_[member].ended && !children_[member].failed());
     }
     if (!generations_) return !lost;
-    if (!lost && (failing_since_ == Clock::time_point() && !generations_->anyone_left())) return true;
+    if (!lost && failing_since_ == Clock::time_point() && !generations_->anyone_left()) {
+      // Ranks that meet would wait for one that is lost before it comes.
+      if (taking_part_.empty() && all_are_ready()) begin_generation();
+      return true;
+    }
     // A process that has ended well has written what there is to be written.
     in_vain_ = generations_->in_vain();
     if (signalled_ || done || in_vain_ >= 0) return false;
@@ -262,7 +265,7 @@ class Launch {
   std::vector<int> rank_of_;        // by child; -1: a spare
   std::vector<int> members_;        // by rank, that child
   std::deque<int> spares_;          // children
-  std::set<int> taking_part_;       // children in the generation that runs
+  std::set<int> taking_part_;       // children in the generation that runs; empty before the first one
   std::set<int> missing_;           // ranks that nobody takes
   Clock::time_point failing_since_{}, failed_at_{};
   bool signalled_ = false, stopping_ = false;
