@@ -94,6 +94,27 @@ TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
   EXPECT_THAT(entries(), ElementsAre("step-00000001", "step-00000003"));
 }
 
+TEST_F(Checkpoints, OfARankWithoutRoomForItsReasonFailAtOnce) {
+  const pid_t child = fork();
+  if (child == 0) {
+    std::signal(SIGXFSZ, SIG_IGN);
+    CheckpointWriter writer(folder_, 1, 2, "r", {.background = false, .timeout = 60});
+    const rlimit limit{0, 0};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    writer.save(1, part(1), {});
+    const bool right =
+        writer.problem().value_or("").find("model.rank-00001.safetensors: cannot be written") != std::string::npos;
+    _exit(right ? 0 : 1);
+  }
+  CheckpointWriter writer(folder_, 0, 2, "r", {.background = false, .timeout = 60});
+  writer.save(1, {}, {});
+  EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 1 could not write its part, nor the reason"));
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_THAT(entries(), ElementsAre("step-00000001.writing-r-failed"));
+}
+
 TEST_F(Checkpoints, WithoutPermissionFailAndTheRunGoesOn) {
   if (geteuid() == 0) {
     // Root may write everywhere: a file in the folder's place is as good.

@@ -65,6 +65,9 @@ std::optional<JsonDoc> read_rank_list(const std::string& folder, int rank) {
   const fs::path path = fs::path(folder) / rank_list(rank);
   std::error_code error;
   if (!fs::exists(path, error)) return std::nullopt;
+  if (fs::file_size(path, error) == 0)
+    throw Error(ErrorKind::Communication,
+                c10::str("rank ", rank, " could not write its part, nor the reason: the disk may be full"));
   JsonDoc doc(path.string(), read_file(path), 16);
   if (const Json* problem = doc.find(doc.root(), "problem"))
     throw Error(ErrorKind::Communication, c10::str("rank ", rank, ": ", doc.string(*problem)));
@@ -162,7 +165,10 @@ void write_rank_problem(const std::string& folder, int rank, const std::string& 
     const std::string text = list.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     write_text(fs::path(folder) / rank_list(rank), text);
   } catch (const std::exception&) {
-    // Rank 0 then waits until its limit, and reports that.
+    // A full disk has no room for the reason, but for an empty file: without one rank 0 would wait until its limit.
+    const int made =
+        ::open((fs::path(folder) / rank_list(rank)).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (made >= 0) ::close(made);
   }
 }
 
