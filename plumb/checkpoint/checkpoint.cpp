@@ -58,7 +58,8 @@ std::optional<Checkpoint> Checkpoint::newest(const std::string& run_folder, std:
     std::string why;
     try {
       Checkpoint checkpoint = open((fs::path(run_folder) / checkpoint_name(*step)).string());
-      if (refuse) why = refuse(checkpoint);
+      if (checkpoint.step() != *step) why = c10::str("it is of step ", checkpoint.step());
+      if (why.empty() && refuse) why = refuse(checkpoint);
       if (why.empty()) {
         checkpoint.verify();
         return checkpoint;

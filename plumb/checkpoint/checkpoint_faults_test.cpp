@@ -160,6 +160,17 @@ TEST_F(Checkpoints, ThatAreTornOrAlteredAreNamedAndTheOneBeforeIsUsed) {
                                     AllOf(HasSubstr("step-00000003 is not used"), HasSubstr("20 bytes"))));
 }
 
+TEST_F(Checkpoints, UnderTheNameOfAnotherStepAreNotUsed) {
+  {
+    CheckpointWriter writer(folder_, 0, 1, "r");
+    for (int step : {1, 2}) writer.save(step, part(step), {});
+  }
+  fs::rename(folder_ / "step-00000002", folder_ / "step-00000003");  // ranks open it by its step
+  std::vector<std::string> problems;
+  expect_step(*Checkpoint::newest(folder_, &problems), 1);
+  EXPECT_THAT(problems, ElementsAre("step-00000003 is not used: it is of step 2"));
+}
+
 TEST_F(Checkpoints, ThatAreBrokenAreErrorsOrEqual) {
   {
     CheckpointWriter writer(folder_, 0, 1, "r");
