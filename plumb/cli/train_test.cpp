@@ -242,6 +242,18 @@ TEST_F(Checkpoints, ALostRankLosesNothing) {
   for (const double step : values(most, "resumed")) EXPECT_GE(step, 4) << "one that is left has the state of all";
 }
 
+TEST_F(Checkpoints, OfAWireThatRecutHasLeftOutLetTheSameCommandGoOn) {
+  const std::string wired = base() +
+                            "--stages 2 --microbatches 2 --wire e4m3fn,e5m2 --wire-exclude '*' "
+                            "--checkpoints run --max-restarts 1 --recut ";
+  const Ended one = plumb(wired + "--inject 'kill rank 1 at 1F1 of step 3'");
+  EXPECT_EQ(one.code, 0) << one.err;
+  EXPECT_EQ(values(one, "restart").size(), 1u);
+  const Ended two = plumb(wired + "--steps 7");
+  EXPECT_EQ(two.code, 0) << two.err;
+  EXPECT_EQ(values(two, "step"), (std::vector<double>{6, 7}));
+}
+
 TEST_F(Checkpoints, ALostReplicaLosesNothing) {
   const std::string layout = job() + "--microbatches 2 --stages 2 --data-parallel 2 ";
   const Ended whole = plumb(layout + "--save whole.pt2");

@@ -180,7 +180,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (!o.wire.empty() && o.wire.size() != 2) {
     throw UsageError("--wire: takes two formats, of values and of gradients", "--wire e4m3fn,e5m2");
   }
-  if (o.stages == 1 && !o.wire.empty()) {
+  // One stage that --recut leaves has no wire. Its checkpoints name it, for the same command to go on from them.
+  if (o.stages == 1 && !o.wire.empty() && !o.recut) {
     throw UsageError("--wire: in one process nothing goes from stage to stage", "--stages 2 or more");
   }
   if (!o.plan.empty()) job.plan = read_plan(o.plan);
@@ -229,8 +230,10 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   std::string needed_by = "--stages " + std::to_string(o.stages);
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
   if (job.plan) needed_by = "--plan " + o.plan;
-  const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
-  CutOptions cuts{o.at, o.transmit, {wire, o.wire_exclude}, job.plan ? job.plan->cut : std::vector<std::string>()};
+  WireOptions wire;
+  if (o.stages > 1 || o.wire.empty()) wire.exclude = o.wire_exclude;
+  if (o.stages > 1 && !o.wire.empty()) wire.formats = {o.wire[0], o.wire[1]};
+  CutOptions cuts{o.at, o.transmit, wire, job.plan ? job.plan->cut : std::vector<std::string>()};
   job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] { return cut(module, stages, cuts, needed_by); });
   if (job.formats) {
     // Rounds the whole model, then cuts it there again: a value that several stages multiply is rounded once, and its

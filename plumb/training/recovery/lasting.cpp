@@ -67,10 +67,11 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
   now.at.clear();
   now.plan.clear();
   now.inject.clear();
-  if (now.stages == 1) now.wire.clear();
   // Nobody has a copy of one process's state, and nothing else makes up for its loss.
-  if (processes == 1 && now.checkpoints.empty())
+  if (processes == 1 && now.checkpoints.empty()) {
     now.max_restarts = now.spares = now.copies_to_neighbor = 0, now.recut = false;
+    now.wire.clear(), now.wire_exclude.clear();
+  }
   return now;
 }
 
