@@ -310,6 +310,11 @@ TEST_F(Checkpoints, RefuseAnotherRun) {
   refuses("--microbatches 2", "rows of a step");
   std::ofstream(folder() / "more.bin") << read(folder() / "tokens.bin") << "abc";
   refuses("--data more.bin", "--data (names, sizes, types)");
+  const std::string rounded = job() + "--formats recipe.toml --checkpoints run/rounded --rate constant ";
+  std::ofstream(folder() / "recipe.toml") << "fwd = \"e4m3fn-RN\"\n";
+  ASSERT_EQ(plumb(rounded).code, 0);
+  std::ofstream(folder() / "recipe.toml") << "fwd = \"mxfp4-RN\"\n";
+  wrong(rounded + "--steps 12", "is of a run with --formats (the recipe's text)");
   EXPECT_EQ(plumb(job() + "--checkpoints run --rate constant --no-resume --seed 4").code, 0);
   std::ofstream(folder() / "run" / "step-00000009" / "checkpoint.json") << "{}";
   const Ended damaged = plumb(job() + "--checkpoints run --rate constant --seed 4 --no-resume --warmup 0 --steps 1");

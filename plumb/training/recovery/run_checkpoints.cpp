@@ -133,6 +133,7 @@ nlohmann::json RunCheckpoints::same_run() const {
                         {"model", fingerprint(job_)},
                         {"options", same}};
   if (options_.rate != "constant") run["steps"] = options_.steps;
+  if (job_.formats) run["recipe"] = job_.formats->to_toml();
   return run;
 }
 
@@ -166,7 +167,9 @@ void RunCheckpoints::check_same_run(const nlohmann::json& state, const std::stri
     const nlohmann::json was = options.is_object() ? options.value(name, nlohmann::json()) : nlohmann::json();
     if (was != value) refuse("--" + name, was.dump(), value.dump());
   }
-  // Checkpoints of older versions do not name theirs.
+  // Checkpoints of older versions have neither a recipe's text nor a model's fingerprint.
+  if (state.contains("recipe") && state["recipe"] != now["recipe"])
+    refuse("--formats (the recipe's text)", state["recipe"].dump(), now["recipe"].dump());
   if (state.contains("model") && state["model"] != now["model"]) {
     throw UsageError("--resume: " + folder +
                          " is of another model: its operators, parameters, buffers or ties are not those of " +
