@@ -1,5 +1,8 @@
 """unit_scale on custom autograd functions, on weights that are no parameters, on tables, and on long chains."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,6 +141,28 @@ def test_a_buffer_that_is_a_weight_gets_unit_variance_and_the_report_says_so():
     assert any(e["kind"] == "weight" and e["node"] == "w" for e in entries)
     graph = unit_scale(plumb.capture(FixedWeight(buffer=True), x))
     assert abs(graph(x).std().item() - 1) < 0.1
+
+
+COPIES = {
+    "copied": copy.deepcopy,
+    "copied twice": lambda m: copy.deepcopy(copy.deepcopy(m)),
+    "pickled": lambda m: pickle.loads(pickle.dumps(m)),
+    "another transform's": plumb.transforms.track_scales,
+}
+
+
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES.keys())
+def test_a_buffer_that_is_a_weight_gets_unit_variance_in_a_copy_too(again):
+    torch.manual_seed(0)
+    x = torch.randn(64, 256, requires_grad=True)
+    scaled = again(unit_scale(FixedWeight(buffer=True)))
+    assert abs(scaled(x).std().item() - 1) < 0.1
+    assert abs(scaled.w.std().item() - 1) < 1e-3
+    changed = unit_scale(FixedWeight(buffer=True))
+    changed.w.fill_(2.0)
+    copied = again(changed)
+    copied(x)
+    assert torch.equal(copied.w, changed.w)  # values that were written since are somebody's own
 
 
 PRODUCTS = {

@@ -62,9 +62,10 @@ bool ParameterScaling::untouched(const std::vector<std::string>& names, const at
 
 void ParameterScaling::mark_changed(const std::string& name) { versions_[name].reset(); }
 
-void ParameterScaling::look_at(const std::string& name, const at::Tensor& parameter) {
-  auto it = versions_.try_emplace(name, parameter._version()).first;
-  if (it->second && parameter._version() > *it->second) it->second.reset();
+void ParameterScaling::look_at(const std::string& name, const at::Tensor& tensor, bool buffer) {
+  auto it = versions_.try_emplace(name, tensor._version()).first;
+  if (it->second && tensor._version() > *it->second) it->second.reset();
+  if (buffer) buffers_.insert(name);
 }
 
 void ParameterScaling::add(Scaled scaled) {
@@ -144,7 +145,7 @@ void ParameterScaling::add_to(Report& report) const {
 ParameterScaling ParameterScaling::for_copy() const {
   ParameterScaling copy = *this;
   for (auto& [name, version] : copy.versions_) {
-    if (version) version = 0u;
+    if (version) version = copy.buffers_.count(name);
   }
   return copy;
 }

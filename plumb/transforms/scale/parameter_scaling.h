@@ -56,9 +56,10 @@ class ParameterScaling {
 
   // Notes that other values were put there, or another tensor (load_state_dict).
   void mark_changed(const std::string& name);
-  // Notes whether the parameter has changed since propose(). Called before a copy, which does not know the tensor.
-  void look_at(const std::string& name, const at::Tensor& parameter);
-  // Returns a copy for a copied model, whose tensors are new: their versions count from zero.
+  // Notes whether the tensor has changed since propose(). Called before a copy, which does not know the tensor.
+  void look_at(const std::string& name, const at::Tensor& tensor, bool buffer);
+  // Returns a copy for a copied model, whose tensors are new. Versions of parameters count from zero there, those of
+  // buffers from one, because copy.deepcopy fills a plain tensor in place.
   ParameterScaling for_copy() const;
 
   // For files: (names, kind, std, values before) of every scaled parameter, the confirmed names, and of every name
@@ -88,6 +89,7 @@ class ParameterScaling {
   std::set<std::string> confirmed_;
   // At which version each name's tensor was left; none: somebody has changed it.
   std::map<std::string, std::optional<uint32_t>> versions_;
+  std::set<std::string> buffers_;  // names that look_at() has seen as buffers
 };
 
 }  // namespace plumb

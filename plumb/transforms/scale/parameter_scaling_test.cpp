@@ -149,7 +149,7 @@ TEST(ParameterScaling, ACopyLeavesValuesAloneThatWereWrittenBeforeItOrSince) {
       t.fill_(7);
     };
     if (before) write(w);
-    scaling.look_at("w", w);
+    scaling.look_at("w", w, /*buffer=*/false);
     ParameterScaling copy = scaling.for_copy();
     copied = w.detach().clone().requires_grad_();
     if (!before) write(copied);

@@ -14,7 +14,7 @@ from .. import _C
 from .._capture.replacements import is_operator, is_torch_function
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._state import state_of
+from .._state import BUFFER, state_of
 from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict, unmark
 from ..functional import torch_map
 from ..parameter import tag_parameter
@@ -116,8 +116,8 @@ class UnitScalePass:
             self.given_back |= {name: {"kind": "left_alone", "node": name, "reason": reason} for name in mine}
 
     def before_copy(self, module: nn.Module) -> None:
-        for name, _, tensor, _ in state_of(module) if self.scaling is not None else ():
-            self.scaling.look_at(name, tensor)
+        for name, kind, tensor, _ in state_of(module) if self.scaling is not None else ():
+            self.scaling.look_at(name, tensor, kind == BUFFER)
 
     def values_loaded(self, names: Iterable[str]) -> None:
         """Other values are in these parameters: the first graph leaves them as they are."""
