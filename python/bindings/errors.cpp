@@ -67,8 +67,10 @@ Error to_error(const py::error_already_set& error) {
     if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
     Py_XDECREF(std::exchange(interrupt, error.value().inc_ref().ptr()));
   }
-  return Error(ErrorKind::ExecutionFailed, py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
-                                               py::str(error.value()).cast<std::string>());
+  // Messages of Python may hold surrogates, which UTF-8 has not.
+  const py::bytes message = py::str(error.value()).attr("encode")("utf-8", "backslashreplace");
+  return Error(ErrorKind::ExecutionFailed,
+               py::str(error.type().attr("__name__")).cast<std::string>() + ": " + message.cast<std::string>());
 }
 
 }  // namespace plumb::python

@@ -38,6 +38,8 @@ class Error(RuntimeError):
     def __init__(
         self, message: str = "", *, kind: ErrorKind | None = None, where: str = "", remedy: str = ""
     ) -> None:
+        # Texts of a model or of a file's name may hold surrogates, which UTF-8 has not.
+        message, where, remedy = (text.encode(errors="backslashreplace").decode() for text in (message, where, remedy))
         super().__init__(_C.error_text(message, where, remedy))
         self.message, self.where, self.remedy = message, where, remedy
         self._kind = (self.default_kind if kind is None else kind).name

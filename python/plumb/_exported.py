@@ -15,7 +15,7 @@ from . import _C
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._state import own_parameters, state_of, sync_state
-from ._trees import load_spec
+from ._trees import in_utf8, load_spec
 from ._unit_scaled import is_marked, mark_state_dict
 from .parameter import has_parameter_data, tell_engine
 
@@ -97,6 +97,12 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
                     f"{what} {i} is a {type(value).__name__}{' of more than 64 bits' * large}, which a .pt2 file cannot hold",
                     kind=ErrorKind.Unsupported,
                     remedy=f"a tensor, a number, a string or None as {what}",
+                )
+            if isinstance(value, str) and not in_utf8(value):
+                raise Error(
+                    f"{what} {i} is {value!r}, no text in UTF-8, which a .pt2 file cannot hold",
+                    kind=ErrorKind.Unsupported,
+                    remedy=f"another text as {what}",
                 )
     for what, spec in (("inputs", module._in_spec), ("outputs", module._out_spec)):
         try:

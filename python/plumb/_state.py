@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._errors import Error, ErrorKind
+from ._trees import in_utf8
 from .parameter import made_from
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2  # as the engine counts them
@@ -16,13 +17,26 @@ def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
     """Parameters and buffers by full name, in the order of ``state_dict()``; a tied tensor under each of its names."""
     state: list[tuple[str, int, Tensor, bool]] = []
     for prefix, sub in module.named_modules(remove_duplicate=False):
+        _check_name(prefix)
         at = f"{prefix}." if prefix else ""
         state += [(at + n, PARAMETER, p, True) for n, p in sub._parameters.items() if p is not None]
         for name, buffer in sub._buffers.items():
             if buffer is not None:
                 state.append((at + name, BUFFER, buffer, name not in sub._non_persistent_buffers_set))
+    for name, *_ in state:
+        _check_name(name)
     seen: set[str] = set()
     return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
+
+
+def _check_name(name: str) -> None:
+    """Raises `plumb.Error` for a name with a lone surrogate: no graph, file or checkpoint could hold it."""
+    if not in_utf8(name):
+        raise Error(
+            f"the model has a module, parameter or buffer of the name '{name}', which is no text in UTF-8",
+            kind=ErrorKind.Unsupported,
+            remedy="give it another name",
+        )
 
 
 def own_parameters(engine: Any) -> None:

@@ -86,6 +86,14 @@ def unflatten(leaves: list, spec: Any) -> Any:
     return _build(spec, iter(leaves)) if _has_sizes(spec) else pytree.tree_unflatten(leaves, spec)
 
 
+def in_utf8(text: str) -> bool:
+    """Returns whether UTF-8 has this text: not with a lone surrogate, which names of files may bring."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def plain_value(x: Any) -> Any:
     """Returns an input that is no tensor, to be compared with those of later calls; arrays may be written meanwhile."""
     return None if isinstance(x, Tensor) else x.copy() if isinstance(x, np.ndarray) else x

@@ -17,6 +17,7 @@ from ._capture.forward import capture
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._state import sync_state
+from ._trees import in_utf8
 
 
 class Verdict:
@@ -113,6 +114,8 @@ def _names(recipes: Any) -> list[str]:
     for recipe in given:
         if not isinstance(recipe, (str, os.PathLike)):
             raise Error(f"the recipe {recipe!r} is a {type(recipe).__name__}", remedy="a name or a recipe file")
+        if not in_utf8(os.fspath(recipe)):
+            raise Error(f"the recipe's name {recipe!r} is no text in UTF-8", remedy="give the file another name")
     if not given:
         raise Error("no recipe is asked for", remedy='recipes=["fp8", "mxfp4"], or None for the usual ones')
     return [os.fspath(recipe) for recipe in given]

@@ -13,6 +13,7 @@ from plumb._trees import load_spec
 from plumb.pipelining import pipe_split, pipeline
 from plumb.pipelining._chunks import unpack
 from plumb.pipelining._IR import deserialize_stage
+from plumb.pipelining.schedules import ScheduleGPipe
 from torch import fx, nn
 
 import plumb
@@ -325,3 +326,60 @@ def test_capture_makes_no_fx_graph_until_it_is_asked_for():
     assert kept.next_id == before
     module.to_fx()
     assert kept.next_id == before + 1
+
+
+@pytest.mark.parametrize("register", ["module", "parameter", "buffer"])
+@pytest.mark.parametrize(
+    "transform", [plumb.capture, plumb.transforms.unit_scale, plumb.transforms.track_scales, plumb.transforms.simulate_fp8]
+)
+def test_a_name_with_a_lone_surrogate_is_refused_by_name(register, transform):
+    net, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    made = {"module": nn.ReLU(), "parameter": nn.Parameter(torch.ones(4)), "buffer": torch.ones(4)}[register]
+    getattr(net, f"register_{register}")("n\udc80", made)
+    with pytest.raises(plumb.Error, match=r"'n\\udc80', which is no text in UTF-8"):
+        transform(net, x) if transform is plumb.capture else transform(net)(x)
+
+
+class Keywords(nn.Module):
+    def forward(self, x, **more):
+        return {more.pop("out", "y"): x * sum(value for value in more.values() if isinstance(value, float))}
+
+
+def test_keys_and_texts_with_lone_surrogates_are_refused_by_name(tmp_path):
+    x = torch.randn(2, 4)
+    for more in ({"k\udc80": 2.0}, {"out": "k\udc80"}):
+        with pytest.raises(plumb.Error, match=r"the key 'k\\udc80', which is no text in UTF-8"):
+            plumb.capture(Keywords(), x, **more)
+    graph = plumb.capture(Keywords(), x, text="t\udc80", number=2.0)
+    assert torch.equal(graph(x, text="t\udc80", number=2.0)["y"], x * 2)
+    with pytest.raises(plumb.Error, match=r"input 1 is 't\\udc80', no text in UTF-8"):
+        plumb.save_pt2(graph, tmp_path / "net.pt2")
+
+
+def test_files_of_any_name_are_recipes_and_dumps(tmp_path):
+    path = f"{tmp_path}/recipe\udc80.toml"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('fwd = "e4m3fn-RN"\nbwd = "e5m2-RN"\n')
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    want = plumb.transforms.simulate_format(net, "e4m3fn-RN", "e5m2-RN")(x)
+    assert torch.equal(plumb.transforms.simulate_format(net, recipe=path)(x), want)
+    assert torch.equal(plumb.transforms.use_fp8(net, recipe=path)(x), want)
+    plumb.transforms.run_passes(plumb.capture(net, x), "dead_code", dump=f"{tmp_path}/dump\udc80")
+    with pytest.raises(plumb.Error, match="x80.toml: cannot be opened|recipe.*no text in UTF-8"):
+        plumb.verdict(net, [x], recipes=[path])
+
+
+def test_errors_of_texts_with_lone_surrogates_are_errors():
+    error = plumb.Error("m\udc80", where="w\ud800", remedy="r\udfff")
+    assert (error.message, error.where, error.remedy) == (r"m\udc80", r"w\ud800", r"r\udfff")
+
+
+def test_a_failure_that_names_a_lone_surrogate_is_shown():
+    def loss(out, target):
+        raise ValueError("no loss for k\udc80")
+
+    x = torch.randn(2, 4)
+    stage = pipeline(nn.Linear(4, 4), (x[:1],)).build_stage(0, torch.device("cpu"))
+    with pytest.raises(plumb.Error, match=r"no loss for k\\udc80"):
+        ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss).step(x, target=x)

@@ -18,7 +18,16 @@ from .._errors import Error, ErrorKind
 from .._exported import capture_dynamic
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, state_of
-from .._trees import flatten_inputs, flatten_output, hashed, plain_value, register_named_tuples, unflatten
+from .._trees import (
+    children,
+    flatten_inputs,
+    flatten_output,
+    hashed,
+    in_utf8,
+    plain_value,
+    register_named_tuples,
+    unflatten,
+)
 from .._unit_scaled import is_marked, mark_state_dict
 from ..parameter import tell_engine
 from . import torch_patches
@@ -40,10 +49,23 @@ _capture_lock = threading.RLock()
 def _spec_json(spec: Any, num_leaves: int) -> str:
     """torch's own JSON of a tree spec; a flat tuple for types it cannot write."""
     register_named_tuples(spec)
+    _refuse_keys(spec)
     try:
         return pytree.treespec_dumps(spec)
     except Exception:
         return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
+
+
+def _refuse_keys(spec: Any) -> None:
+    for key in spec.context if isinstance(spec.context, (list, tuple)) else ():
+        if isinstance(key, str) and not in_utf8(key):
+            raise Error(
+                f"an input or output has the key '{key}', which is no text in UTF-8",
+                kind=ErrorKind.Unsupported,
+                remedy="give it another name",
+            )
+    for child in children(spec):
+        _refuse_keys(child)
 
 
 def positional_names(forward: Callable[..., Any]) -> list[str]:

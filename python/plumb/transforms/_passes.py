@@ -46,7 +46,7 @@ def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None
     for parameter in module.parameters():
         tell_engine(parameter)
     had_tags = _show_tags(module)
-    done = module._engine.run_passes(list(passes), "" if dump is None else os.fspath(dump))
+    done = module._engine.run_passes(list(passes), "" if dump is None else os.fsencode(dump))
     module.__dict__["_fx"] = None
     before = module._slots
     module._register()

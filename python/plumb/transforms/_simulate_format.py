@@ -61,7 +61,7 @@ def simulate_format(
                 "a recipe says all formats, so no other option goes with it",
                 remedy="simulate_format(module, recipe=...)",
             )
-        text = _C.read_recipe(os.fspath(recipe))
+        text = _C.read_recipe(os.fsencode(recipe))
         return FormatPass("simulate_format", ("none", "none", [], [], text)).apply(module)
     if fwd_format is None or bwd_format is None:
         raise Error(
@@ -121,7 +121,7 @@ def use_fp8(
                 "a recipe file says all formats, so no other option goes with it", remedy="use_fp8(module, recipe=...)"
             )
         _C.check_fp8("e4m3fn", "e5m2", kernel, "", history)
-        given = ("none", "none", kernel, "", history, [], [], _C.read_recipe(recipe))
+        given = ("none", "none", kernel, "", history, [], [], _C.read_recipe(os.fsencode(recipe)))
         return FormatPass("use_fp8", given).apply(module)
     how = format_text(fwd_format), format_text(bwd_format), kernel, recipe, history
     _C.check_fp8(*how)
