@@ -27,9 +27,13 @@ Role lasting_role("lasting", [] {
   const std::string kind = setting("KIND");
   if (kind == "twice" && std::getenv("PLUMB_PROCESS") == std::string("3")) return 5;  // the first new one
   if (kind == "early" && std::getenv("PLUMB_PROCESS") == std::string("1")) ::raise(SIGKILL);
+  if (kind == "never" && std::getenv("PLUMB_PROCESS") == std::string("1"))
+    std::this_thread::sleep_for(std::chrono::hours(1));
   while (const auto place = me->next()) {
     try {
-      ProcessGroup world = make_gloo_group(*place);
+      GlooOptions options;
+      options.timeout = std::chrono::milliseconds(number_setting("TIMEOUT", 30000));
+      ProcessGroup world = make_gloo_group(*place, options);
       world.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 30000)));
       for (int step = 0; step < 5; ++step) {
         const bool faulty = world.rank() == number_setting("FAULTY", 1) && step == 3;
@@ -125,6 +129,16 @@ TEST(Generations, BeginWithANewProcessForOneThatIsLostBeforeItJoins) {
   const Lasting run = run_lasting("early", -1);
   EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
   EXPECT_THAT(run.met, ElementsAre("0:012", "0:012", "0:012")) << "nobody has waited for it in a group";
+  EXPECT_THAT(run.lost, ElementsAre("1: a new process takes its place"));
+}
+
+TEST(Generations, DoNotWaitForEverForAProcessThatDoesNotJoin) {
+  const Lasting run = run_lasting("never", -1, [](LaunchOptions& o) {
+    o.patience_with_silent = std::chrono::seconds(6);
+    o.environment.emplace_back("PLUMB_TEST_TIMEOUT", "6000");
+  });
+  EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
+  EXPECT_THAT(run.met, ElementsAre("1:012", "1:012", "1:012"));
   EXPECT_THAT(run.lost, ElementsAre("1: a new process takes its place"));
 }
 

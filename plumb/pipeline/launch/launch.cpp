@@ -110,8 +110,9 @@ class Launch {
     }
     if (!generations_) return !lost;
     if (!lost && failing_since_ == Clock::time_point() && !generations_->anyone_left()) {
-      // Ranks that meet would wait for one that is lost before it comes.
-      if (taking_part_.empty() && all_are_ready()) begin_generation();
+      // Ranks that meet would wait for one that is lost before it comes; they notice one that lives and does not come.
+      const bool late = Clock::now() - started_ > options_.patience_with_silent;
+      if (taking_part_.empty() && (late || all_are_ready())) begin_generation();
       return true;
     }
     // A process that has ended well has written what there is to be written.
@@ -267,6 +268,7 @@ class Launch {
   std::deque<int> spares_;          // children
   std::set<int> taking_part_;       // children in the generation that runs; empty before the first one
   std::set<int> missing_;           // ranks that nobody takes
+  const Clock::time_point started_ = Clock::now();
   Clock::time_point failing_since_{}, failed_at_{};
   bool signalled_ = false, stopping_ = false;
   Children children_;  // last: its lines come here

@@ -47,6 +47,7 @@ struct LaunchOptions {
   std::function<int(int left)> fewer;
   // A process that does not leave a generation that has failed has failed after this. It is made up for as a part of
   // that failure.
+  // The first generation begins after this at the latest, even without some of its processes.
   std::chrono::milliseconds patience_with_silent = std::chrono::minutes(1);
   // Called for every lost process: its rank, its end, and a sentence about what is done.
   std::function<void(int rank, const ProcessEnd& end, const std::string& instead)> on_lost;
