@@ -1,6 +1,7 @@
 """use_fp8: products of FP8's codes have the bits of the simulation."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import zoo
 from torch import nn
 
 import plumb
-from plumb.transforms import fold, report, simulate_format, track_scales, unit_scale, use_fp8
+from plumb.transforms import fold, report, simulate_format, simulate_fp8, track_scales, unit_scale, use_fp8
 
 
 def gpt():
@@ -260,3 +261,18 @@ def test_a_linear_layer_of_transposed_values_has_the_bits_of_the_simulation(dtyp
         ours = steps_of(use_fp8(copy.deepcopy(model)), x)
         theirs = steps_of(simulate_format(copy.deepcopy(model), "e4m3fn-RN", "e5m2-RN"), x)
         assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("transform", [simulate_fp8, use_fp8, functools.partial(use_fp8, recipe="tensorwise")])
+def test_a_list_of_products_is_a_list_and_what_it_names_is_there(transform):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)
+    for option, text in (("exclude", "head"), ("operators", "aten::linear")):
+        with pytest.raises(TypeError, match=f"{option} is '{text}', not a list of texts"):
+            transform(net, **{option: text})
+    with pytest.raises(TypeError, match="operators is .*, not a list of texts"):
+        transform(net, operators=[torch.ops.aten.linear])
+    low = transform(net, exclude=["2", "3", "body.*"])
+    low(x)
+    reasons = {e["node"]: e["reason"] for e in report(low)[0]["entries"] if e["kind"] == "left_alone"}
+    assert "excluded by '2'" in reasons.values() and "2" not in reasons
+    assert all("no matrix product has this name" in reasons[name] for name in ("3", "body.*"))

@@ -228,6 +228,19 @@ bool is_product(const Node* node) {
   return facts.contraction || facts.recurrent != RecurrentLayer::None;
 }
 
+void report_unmatched(const GraphModule& module, const std::vector<std::string>& exclude, Report& report) {
+  const auto nodes = module.graph().nodes();
+  for (const std::string& pattern : exclude) {
+    bool found = false;
+    for (const Node* node : nodes) found = found || (is_product(node) && excluded_by(node, {pattern}));
+    if (found) continue;
+    ReportEntry entry;
+    entry.node = pattern;
+    entry.reason = "asked to be left alone, and no matrix product has this name";
+    report.add(std::move(entry));
+  }
+}
+
 std::vector<std::string> product_names(const GraphModule& module) {
   const std::vector<const Node*> products = products_of(module);
   const auto fits_one = [&](const std::string& name) {

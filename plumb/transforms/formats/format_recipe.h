@@ -60,6 +60,8 @@ std::pair<std::string, std::string> formats_of(const Node* product, const std::s
 
 // Returns whether the node is a matrix product, a convolution or a recurrent layer.
 bool is_product(const Node* node);
+// Adds an entry for every pattern that excludes no product, so that a misspelled name shows.
+void report_unmatched(const GraphModule& module, const std::vector<std::string>& exclude, Report& report);
 // Returns the names of a graph's products in its order, each of one product alone: its module's path, else its
 // parameter's name, else PATH#NUMBER, from 1 in its module. Values have other names in another capture.
 std::vector<std::string> product_names(const GraphModule& module);

@@ -54,6 +54,7 @@ class Simulator {
   }
 
   bool run() {
+    report_unmatched(module_, options_.exclude, report_);
     data_ = differentiable_nodes(graph_, state_, /*detached=*/true);
     bool changed = take_recurrent_apart();
     data_.insert(taken_apart_.begin(), taken_apart_.end());

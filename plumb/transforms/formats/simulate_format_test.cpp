@@ -166,6 +166,7 @@ TEST(SimulateFormat, HonoursExclusionsAndChosenOperators) {
   EXPECT_THAT(result, HasSubstr("aten::linear(%m_bwd, %w)"));
   EXPECT_THAT(result, HasSubstr("aten::linear(%x_fwd, %v_fwd)"));
   EXPECT_EQ(report.find(ReportKind::LeftAlone, "b")->reason, "excluded by 'head.*'");
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "head.*"), nullptr);
   options = nearest();
   options.exclude = {"body"};
   options.operators = {"linear"};

@@ -282,6 +282,7 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
   Graph& graph = module.graph();
   const bool delayed = parse_fp8_recipe(options.recipe) == Fp8Recipe::Delayed;
   bool changed = false;
+  report_unmatched(module, options.exclude, report);
   for (Node* node : graph.nodes()) {
     if (!node->is_call() || !operator_facts(node->target()).contraction || node->num_results() == 0) continue;
     const bool linear = node->target() == "aten::linear", add = node->target() == "aten::addmm";

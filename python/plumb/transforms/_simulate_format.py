@@ -68,12 +68,20 @@ def simulate_format(
             "simulate_format needs two formats, or a recipe", remedy='simulate_format(module, "e4m3fn", "e5m2")'
         )
     formats = format_text(fwd_format), format_text(bwd_format)
-    return FormatPass("simulate_format", (*formats, list(operators), list(exclude))).apply(module)
+    chosen = _texts("operators", operators), _texts("exclude", exclude)
+    return FormatPass("simulate_format", (*formats, *chosen)).apply(module)
 
 
 def simulate_fp8(module: Module, *, operators: Sequence[str] = (), exclude: Sequence[str] = ()) -> Module:
     """``simulate_format`` with E4M3 forward and E5M2 backward, rounded stochastically; the options are its own."""
     return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2), operators=operators, exclude=exclude)
+
+
+def _texts(option: str, given: Sequence[str]) -> list[str]:
+    """Returns the texts as a list. Raises TypeError for one text alone: each of its letters would be a pattern."""
+    if isinstance(given, str) or not all(isinstance(text, str) for text in given):
+        raise TypeError(f"{option} is {given!r}, not a list of texts: {option}=[{given if isinstance(given, str) else 'layer.0'!r}]")
+    return list(given)
 
 
 _STATE = "_fp8_state"
@@ -125,7 +133,8 @@ def use_fp8(
         return FormatPass("use_fp8", given).apply(module)
     how = format_text(fwd_format), format_text(bwd_format), kernel, recipe, history
     _C.check_fp8(*how)
-    result = FormatPass("use_fp8", (*how, list(operators), list(exclude))).apply(module)
+    chosen = _texts("operators", operators), _texts("exclude", exclude)
+    result = FormatPass("use_fp8", (*how, *chosen)).apply(module)
     if recipe == "delayed":  # there before the first call, for a state_dict that is loaded
         weights = {id(m.weight) for m in result.modules() if isinstance(m, nn.Linear)}
         for name, parameter in list(result.named_parameters()):
