@@ -252,3 +252,10 @@ def test_a_checkpoint_of_a_unit_scaled_module_without_parameters_is_loaded(tmp_p
     plumb.checkpoint.save(tmp_path, scaled, step=1)
     plumb.checkpoint.load(tmp_path, fresh)
     assert torch.equal(fresh(x), y)
+
+
+def test_the_report_says_that_a_recurrent_layer_of_free_sizes_has_the_factors_of_the_example():
+    net, x = nn.GRU(4, 4, batch_first=True), torch.randn(3, 5, 4)
+    for shapes, free in ((None, False), (({0: torch.export.Dim("rows")},), True)):
+        graph = unit_scale(plumb.capture(net, x, dynamic_shapes=shapes))
+        assert ("its factors are those of the example's sizes" in str(plumb.report(graph))) == free

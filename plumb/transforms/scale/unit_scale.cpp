@@ -186,9 +186,12 @@ class UnitScaler {
         continue;
       }
       if (equivalent->recurrent) {
+        const auto& input = node->input(0)->meta();
+        const bool free = input && !input->symbols.empty();
         recurrent_.emplace_back(node, scale_recurrent(module_, node, steps_of(node)));
         report_.add(ReportKind::Replaced, node, node->target(), node->target(),
-                    "with unit-scaled weights, states and outputs");
+                    std::string("with unit-scaled weights, states and outputs") +
+                        (free ? "; its sizes are free, and its factors are those of the example's sizes" : ""));
         changed_ = true;
         continue;
       }
