@@ -43,6 +43,8 @@ class FPFormat:
     _facts: dict = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not (self.saturate is None or isinstance(self.saturate, bool)):
+            raise Error(f"saturate is {self.saturate!r}", remedy="True, False, or None for the format's own habit")
         facts = _C.plain_format(self.exponent_bits, self.mantissa_bits, self.rounding, self.srbits)
         if self.name or self.saturate is not None:
             suffix = facts["text"].partition("-")[2]

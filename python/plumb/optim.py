@@ -42,7 +42,7 @@ def _lr_scale_func_sgd_constrained(param: ParameterData) -> float:
     if param.mup_type == "weight":
         return scale * _fan_in(param) ** 0.5
     if param.mup_type in ("bias", "norm"):
-        return scale * param.shape[0]
+        return scale * (param.shape[0] if param.shape else 1)
     return scale
 
 
@@ -69,21 +69,25 @@ def scaled_parameters(
     """Parameter groups, one a parameter, with scaled learning rates.
 
     Args:
-        params: parameters, or groups of them (a group's own ``lr`` and ``weight_decay`` come first).
+        params: parameters, groups of them (a group's own ``lr`` and ``weight_decay`` come first), or either by name, as
+            ``named_parameters()`` has them.
         lr_scale_func: the rule, for example :func:`lr_scale_func_adam`.
         independent_weight_decay: a step decays by ``weight_decay`` whatever the learning rate is at its peak.
         allow_non_unit_scaling_params: let parameters without a tag pass, unscaled, instead of a ValueError.
     """
     result = []
     for entry in params:
-        group = {"params": [entry]} if isinstance(entry, Tensor) else dict(entry)
+        group = {"params": [entry]} if isinstance(entry, (Tensor, tuple)) else dict(entry)
+        if "params" not in group:
+            raise ValueError(f"A parameter group has no 'params': its keys are {', '.join(map(repr, group)) or 'none'}.")
         rest = {k: v for k, v in group.items() if k not in ("params", "lr", "weight_decay")}
         group_lr = group.get("lr", lr)
         group_decay = group.get("weight_decay", weight_decay)
         if group_lr is None:
             raise ValueError("scaled_parameters needs lr, here or in every parameter group.")
         members = group["params"]
-        for param in [members] if isinstance(members, Tensor) else members:
+        for member in [members] if isinstance(members, Tensor) else members:
+            param = member[1] if isinstance(member, tuple) else member  # torch keeps the name beside it
             scale = 1.0
             if has_parameter_data(param):
                 scale = lr_scale_func(param)
@@ -99,7 +103,7 @@ def scaled_parameters(
                     raise ValueError("Independent weight decay needs a learning rate other than 0.")
                 decay = decay / float(param_lr)
             rated(param)
-            result.append({"params": [param], "lr": param_lr, "weight_decay": decay, **rest})
+            result.append({"params": [member], "lr": param_lr, "weight_decay": decay, **rest})
     return result
 
 

@@ -44,7 +44,7 @@ def test_tuples_there_and_back():
 
 
 @pytest.mark.parametrize(
-    "wrong", [(1, 3), (9, 3), (4, 24), (4, 3, "up"), (4, 3, "nearest", 3), (4, 3, "nearest", 0, "e5m2")]
+    "wrong", [(1, 3), (9, 3), (4, 24), (4, 3, "up"), (4, 3, "nearest", 3), (4, 3, "nearest", 0, "e5m2"), (4, 3, "nearest", 0, "", "yes")]
 )
 def test_wrong_formats_are_refused(wrong):
     with pytest.raises(plumb.Error):

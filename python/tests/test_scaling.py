@@ -113,6 +113,7 @@ def test_dropout_of_nothing_hands_its_input_on_watched_or_not():
         lambda: plumb.MHSA(10, 3, False),
         lambda: plumb.DepthSequential(nn.Linear(2, 2)),
         lambda: plumb.optim.lr_scale_func_sgd("gmean"),
+        lambda: plumb.optim.Adam([{"parameters": []}]),
     ],
 )
 def test_misuse_is_a_value_error(call):
@@ -136,6 +137,17 @@ def test_learning_rates_follow_type_fan_in_and_depth():
     groups = plumb.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01).param_groups
     assert [g["lr"] for g in groups] == pytest.approx([0.025, 0.025, 0.1, 0.1])
     assert [g["lr"] * g["weight_decay"] for g in groups] == pytest.approx([0.01] * 4)
+
+
+def test_parameters_may_come_by_name_and_without_dimensions():
+    net = plumb.transforms.unit_scale(nn.Sequential(nn.Linear(16, 4)))
+    net.gain = plumb.Parameter(torch.tensor(1.0), "norm")
+    plain = plumb.optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.1)
+    named = plumb.optim.AdamW(net.named_parameters(), lr=0.5, weight_decay=0.1)
+    assert [g["lr"] for g in named.param_groups] == [g["lr"] for g in plain.param_groups] == [0.5, 0.125, 0.5]
+    assert [g["param_names"] for g in named.param_groups] == [["gain"], ["0.weight"], ["0.bias"]]
+    sgd = plumb.optim.SGD([{"params": list(net.named_parameters())}], lr=0.5, readout_constraint="to_output_scale")
+    assert [g["lr"] for g in sgd.param_groups] == [0.5, 2.0, 2.0]
 
 
 def test_a_decoder_trains():
