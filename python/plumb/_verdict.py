@@ -16,7 +16,7 @@ from . import _C
 from ._capture.forward import capture
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
-from ._state import sync_state
+from ._state import state_of, sync_state
 from ._trees import in_utf8
 
 
@@ -96,6 +96,8 @@ def verdict(
             raise Error(f"{name} is a {type(given).__name__}", remedy=f"a function; {_FUNCTIONS[name]}")
     if not all(isinstance(number, int) and abs(number) < 2**63 for number in (steps, warmup)):
         raise Error(f"steps={steps!r}, warmup={warmup!r}", remedy="two whole numbers")
+    if empty := [name for name, _, tensor, _ in state_of(net) if tensor.is_meta]:
+        raise Error(f"'{empty[0]}' is on the meta device, without values", remedy="net.to_empty(device=...), and weights for it")
     names = _names(_C.default_verdict_recipes() if recipes is None else recipes)
     measured = _C.verdict_steps(steps, warmup)
     devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
@@ -153,6 +155,8 @@ def _judge(
             optimizer = make_optimizer(parameters) if make_optimizer else torch.optim.AdamW(parameters)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise Error(f"optimizer returns a {type(optimizer).__name__}", remedy=_FUNCTIONS["optimizer"])
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise Error("a step of LBFGS takes several gradients", remedy=_FUNCTIONS["optimizer"])
         of_batch = _Losses(graph, inputs, targets, loss)
         if step in measured:
             engine.measure(of_batch)
