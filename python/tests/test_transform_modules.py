@@ -367,3 +367,11 @@ def test_a_tensor_computed_from_weights_before_the_forward_is_not_a_constant_in_
     assert caught.value.kind is plumb.ErrorKind.Capture and "in the forward" in caught.value.remedy
     net(x, False).sum().backward()
     assert net.weight.grad[0].any()
+
+
+def test_a_transform_made_in_inference_mode_trains_outside_of_it():
+    with torch.inference_mode():
+        made = unit_scale(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        made(torch.randn(3, 4))
+    made(torch.randn(3, 4)).sum().backward()
+    assert made[0].weight.grad is not None and abs(made[0].weight.std().item() - 1) < 1e-3

@@ -370,7 +370,8 @@ def copy_module(module: nn.Module) -> nn.Module:
                     memo[id(value)] = plain = value.detach().clone()
                     setattr(plain, _COMPUTED, f"{path}.{key}" if path else key)
     try:
-        with torch.no_grad():  # torch copies parameters of scripted modules by an operator
+        # torch copies parameters of scripted modules by an operator; inference mode would make tensors that do not train
+        with torch.inference_mode(False), torch.no_grad():
             copied = copy.deepcopy(module, memo)
     except Exception as error:
         raise Error(
