@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from capture_checks import Net
 from plumb.pipelining import ScheduleInterleaved1F1B, pipeline
 from torch import nn
 from torch.nn import functional as F
@@ -187,3 +188,25 @@ def test_verifying_begins_every_run_with_the_same_attributes():
         plumb.capture(model, x, plumb_verify=True)
     model(x)
     assert torch.equal(plumb.capture(model, x, plumb_verify=True)(x), model(x))
+
+
+def test_a_backward_that_leaves_gradients_in_parameters_is_refused_by_name():
+    def trains(m, x):
+        given = x.detach().requires_grad_()
+        m.layer(given).sum().backward()
+        return given.grad * 2
+
+    def asks(m, x):
+        given = x.detach().requires_grad_()
+        return torch.autograd.grad(m.layer(given).sum(), given)[0] * 2
+
+    x = torch.randn(3, 4)
+    model = Net(trains)
+    for before in (None, torch.ones(4, 4)):
+        model.layer.weight.grad = before
+        for capture in (plumb.capture, lambda m, x: plumb.transforms.track_scales(m)(x)):
+            with pytest.raises(plumb.Error, match="leaves a gradient in 'layer.(weight|bias)'.*\n.*torch.autograd.grad"):
+                capture(model, x)
+        assert model.layer.weight.grad is before and (before is None or torch.equal(before, torch.ones(4, 4)))
+    model = Net(asks)
+    assert torch.equal(plumb.capture(model, x)(x), model(x))
