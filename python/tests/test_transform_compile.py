@@ -211,3 +211,23 @@ def test_a_condition_that_was_checked_is_checked_in_compiled_code():
     with pytest.raises(RuntimeError, match="a check that the model makes in its forward fails"):
         compiled(-x)
     assert torch.equal(compiled(2 * x), model(2 * x))
+
+
+def test_sizes_that_depend_on_values_are_refused_in_one_graph_and_run_uncompiled_in_several():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            rows = (x[:, 0] > 0).nonzero().squeeze(1)
+            return torch.zeros_like(x).index_add(0, rows, self.layer(x[rows]))
+
+    torch._dynamo.reset()
+    model, x = unit_scale(Chosen()), torch.randn(8, 4)
+    with pytest.raises(Exception, match="sizes of what some operators of the forward return are values of a tensor"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for x in (torch.randn(8, 4), torch.randn(8, 4)):
+        assert torch.equal(compiled(x), model(x))

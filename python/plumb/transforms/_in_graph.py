@@ -95,13 +95,15 @@ def _refuse_sizes_from_values(engine: Any) -> None:
     for node in engine.graph.nodes:
         facts = _C.operator_facts(node.target) if node.op == "call_function" else None
         if facts and facts["sizes_from_values"]:
-            raise Error(
-                f"sizes of what {node.target} returns are values of a tensor, which torch.compile does not know while it "
-                "compiles",
-                kind=ErrorKind.DataDependent,
-                remedy="call the transformed module as it is, without torch.compile, or pad the sequences and mask the "
-                "result",
-            )
+            raise _sizes_from_values(f"{node.target} returns")
+
+
+def _sizes_from_values(what: str) -> Error:
+    return Error(
+        f"sizes of what {what} are values of a tensor, which torch.compile does not know while it compiles",
+        kind=ErrorKind.DataDependent,
+        remedy="call the transformed module as it is, without torch.compile, or pad the sequences and mask the result",
+    )
 
 
 _allowed_rnn: list[bool] = []  # the user's setting, while a module is followed
@@ -120,11 +122,19 @@ def _close_recurrent_modules() -> None:
 
 
 def run(handle: str, names: tuple, state: list, modes: list, args: tuple, kwargs: dict) -> tuple:
+    # Dynamo runs this function as it is if it gives a graph up, and would compile what that calls.
+    return torch._dynamo.disable(_run)(handle, names, state, args, kwargs)
+
+
+def _run(handle: str, names: tuple, state: list, args: tuple, kwargs: dict) -> tuple:
     _close_recurrent_modules()
     captured = _graph_for(handle, args, kwargs)
     by_name = dict(zip(names, state))
     leaves = pytree.tree_leaves((args, kwargs))
     out = captured.gm(*[by_name[n] for n in captured.attributes], *[x for x in leaves if isinstance(x, Tensor)])
+    mode = torch._guards.detect_fake_mode(out)
+    if mode is not None and mode.shape_env is not None and mode.shape_env.pending_fresh_unbacked_symbols:
+        raise _sizes_from_values("some operators of the forward return")
     return tuple(o for o, is_tensor in zip(out, captured.is_tensor) if is_tensor)
 
 
