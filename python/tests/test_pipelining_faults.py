@@ -103,6 +103,27 @@ def test_ranks_that_do_not_fit_together_say_so_and_do_not_hang(what, says):
         assert ended.error == "Error" and says in ended.text, ended
 
 
+def backward_on_one_rank(rank, size, how):
+    loss_fn = None if how == "no loss function" and rank == 0 else MSE
+    schedule = ScheduleGPipe(PipelineStage(blocks(1)[0], rank, size, "cpu"), 4, loss_fn)
+    x, target = batch()
+    run = schedule.eval if how == "eval" and rank == 1 else schedule.step
+    run(*([x] if rank == 0 else []), target=target if rank == size - 1 else None)
+
+
+@pytest.mark.parametrize(
+    "how, says",
+    [
+        ("no loss function", "it is of a step without a backward, and this rank's has one"),
+        ("eval", "it is of a step with a backward, and this rank's has none"),
+    ],
+)
+def test_a_backward_on_one_rank_alone_is_refused(how, says):
+    first, second = ranks.finish(ranks.start(backward_on_one_rank, 2, how), SOON)
+    assert second.error == "Error" and f"from rank 0: {says}" in second.text, second
+    assert how != "eval" or (first.error == "Error" and "rank 1" in first.text.splitlines()[0]), first
+
+
 def leaves(rank, size):
     schedule = Schedule1F1B(PipelineStage(blocks(1)[0], rank, size, "cpu"), 4, MSE)
     x, target = batch()

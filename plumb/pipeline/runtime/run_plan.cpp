@@ -125,6 +125,7 @@ void add_compute_messages(const Schedule& schedule, const std::vector<StageWirin
       if (action.kind == ActionKind::Forward) {
         for (const auto& bundle : wiring[s].values_out) add(MessageKind::Activation, bundle.stage);
       } else if (goes_back_to_inputs(action)) {
+        plan.messages.has_backward = true;
         for (const auto& bundle : wiring[s].grads_out) add(MessageKind::Gradient, bundle.stage);
       }
     };

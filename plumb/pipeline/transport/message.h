@@ -70,7 +70,7 @@ AgreedValue agreed_gradient(const at::Tensor& parameter, const at::Tensor& own);
 
 namespace wire {
 
-inline constexpr std::uint32_t kMagic = 0x33424c50;  // "PLB3"
+inline constexpr std::uint32_t kMagic = 0x34424c50;  // "PLB4"
 inline constexpr std::int64_t kAlignment = 64;
 
 enum class Content : std::uint8_t {
@@ -84,14 +84,14 @@ struct Prologue {
   std::uint32_t magic = kMagic;
   Content content = Content::Nothing;
   MessageKind kind = MessageKind::Activation;
-  std::uint16_t unused = 0;
+  std::uint16_t has_backward = 0;  // 1: the sender's step has one
   std::int64_t step = 0;
   std::int32_t from = 0, to = 0, microbatch = 0;
   std::uint32_t received = 0;  // the sender has this many of the receiver's messages of this step, in order
   std::int64_t total_bytes = 0;
   std::uint32_t num_values = 0, num_sizes = 0;
   std::uint32_t body_sum = 0;  // CRC-32 of what follows the prologue
-  std::uint32_t unused_as_well[2] = {};
+  std::uint32_t unused[2] = {};
   std::uint32_t sum = 0;  // CRC-32 of the prologue before it
 };
 static_assert(sizeof(Prologue) == 64);

@@ -344,6 +344,7 @@ class Liar {
       if (lie == "length") p.total_bytes = 1 << 20;
       if (lie == "other") p.microbatch = 2;
       if (lie == "answer") p.received = 1000;
+      if (lie == "forward") p.has_backward = 0;
       if (lie == "huge" || lie == "parts") p.content = wire::Content::Grow;
       if (lie == "huge") p.total_bytes = std::int64_t{1} << 50;
       if (lie == "parts") p.total_bytes = 5000;
@@ -363,6 +364,7 @@ class Liar {
     p.from = 1;
     p.to = 0;
     p.microbatch = 0;
+    p.has_backward = 1;
     return p;
   }
 
@@ -421,6 +423,7 @@ INSTANTIATE_TEST_SUITE_P(Messages, ALiar,
                                          Lie{"reach", "strides leave its memory"},                                   //
                                          Lie{"length", "1048576 bytes long, the buffer is 1024"},                    //
                                          Lie{"other", "and got 1SEND_B2"},                                           //
+                                         Lie{"forward", "it is of a step without a backward"},                       //
                                          Lie{"answer", "the answer to 1000 messages"},                               //
                                          Lie{"huge", "asks for a buffer of 1125899906842624 bytes"},                 //
                                          Lie{"parts", "and got 1SEND_B2 (gradient from stage 1 for stage 0, mic"}),  //

@@ -287,6 +287,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   p.to = m.id.to;
   p.microbatch = m.id.microbatch;
   p.received = s.incoming[m.peer].received;
+  p.has_backward = s.plan->has_backward ? 1 : 0;
   const auto direct = s.direct() ? wire::DirectDevice(s.group.device()->type()) : std::nullopt;
   const std::int64_t bytes = wire::message_bytes(values, sizes.size(), direct);
   auto buffer = byte_buffer(bytes);

@@ -7,11 +7,11 @@
 // every message, and the first step needs no special round.
 //
 // A message that is longer than the buffer posted for it would end the process, inside Gloo. So the tag of a message
-// contains the buffer's length (one of a few hundred sizes). A rank in step() and a rank in eval(), which disagree
-// about the next message, wait for each other until the time-out instead.
+// contains the buffer's length (one of a few hundred sizes). Ranks that disagree about the next message's length wait
+// for each other until the time-out instead.
 //
-// A message is checked against what was agreed before it is used: its checksums, which message of which step it is, and
-// the values that the caller of receive() expects.
+// A message is checked against what was agreed before it is used: its checksums, which message of which step it is,
+// whether that step has a backward, and the values that the caller of receive() expects.
 //
 // Messages of at most HostRings::kLongest between ranks of one host go through memory that they share, where both ends
 // could open it (host_rings.h): which ones follows from the plan and the capacities. All others go through Gloo.
@@ -41,6 +41,7 @@ struct PlannedMessage {
 // peers is free. `sends`: likewise, and send() must be called in this order for each peer.
 struct MessagePlan {
   std::vector<PlannedMessage> sends, receives;
+  bool has_backward = false;  // must be equal at both ends of a message
   // For values that travel on their device: all of this rank's messages in an order that all ranks follow. Messages
   // that meet, both between the same two ranks, are one element on both. Empty: all values are staged through the CPU.
   struct End {

@@ -50,6 +50,13 @@ Prologue Transport::State::read_agreed(const at::Tensor& buffer, const PlannedMe
   } else if (p.received > outgoing[expected.peer].num_sent) {
     wrong = str("the answer to ", p.received, " messages, where ", outgoing[expected.peer].num_sent, " were sent");
   }
+  if (wrong.empty() && (p.has_backward != 0) != plan->has_backward) {
+    raise_wrong(expected, action,
+                plan->has_backward ? "it is of a step without a backward, and this rank's has one"
+                                   : "it is of a step with a backward, and this rank's has none",
+                "call step() on every rank or eval() on every rank, in Python with a loss function on every rank: a "
+                "schedule without one goes forward only");
+  }
   if (wrong.empty()) return p;
   raise(str(me(), " at ", action, " expected ", to_string(expected.id), " of step ", step, " from ",
             name(expected.peer), " and got ", wrong),
