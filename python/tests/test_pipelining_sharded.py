@@ -104,6 +104,31 @@ def test_sharded_stages_reduce_once_a_step_in_every_schedule(ended, case):
             assert same(grads, [STEPS * mean for mean in means]), f"rank {rank}, stage {s}"
 
 
+def half_precision_work(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+    replica, index = divmod(rank, 2)
+    x, target = batch(16)
+    half = slice(8 * replica, 8 * replica + 8)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    found = []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        modules = {s: fully_shard(stages(4)[s], mesh=mesh["replica"], mp_policy=policy) for s in (index, index + 2)}
+        own = [PipelineStage(m, s, 4, "cpu", group=mesh["pipe"].get_group()) for s, m in modules.items()]
+        runner = get_schedule_class(schedule)(own, MICROBATCHES, MSE)
+        for _ in range(STEPS):
+            runner.step(*([x[half]] if 0 in modules else []), target=target[half] if 3 in modules else None)
+        found.append([g for m in modules.values() for g in gradients(m)])
+    return found
+
+
+def test_halves_of_a_backward_add_up_in_the_dtype_that_gradients_are_reduced_in():
+    for whole, halves in ranks.run(half_precision_work, 4):
+        assert same(whole, halves) and whole[0].dtype == torch.float32
+
+
 def tensor_parallel_work(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -3,6 +3,7 @@ gradients are reduced once a step."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,7 @@ class Replicated:
     def begin(self) -> None:
         pass  # forwards run under no_sync
 
-    end = begin
+    end = went_forward = begin
 
     def finish(self, divisor: int) -> None:
         """Means over the replicas. The engine has divided by the microbatches."""
@@ -91,6 +92,7 @@ class Sharded:
     def __init__(self, module: torch.nn.Module):
         self._module = module
         self._options: list[tuple[Any, bool]] | None = None
+        self._hooks: dict[Any, Any] = {}  # on gathered copies, by their FSDP parameter
 
     def _roots(self) -> list[Any]:
         """Returns the outermost sharded modules: their settings reach all within."""
@@ -115,6 +117,19 @@ class Sharded:
             root.set_is_last_backward(False)
             root.set_requires_gradient_sync(False)
             root.set_reshard_after_backward(False)
+
+    def went_forward(self) -> None:
+        """Makes gradients of gathered copies add up in the dtype that they are reduced in, microbatch by microbatch. torch's hooks do so
+        after a backward of the inputs, so weight halves that follow each other would add up in the copies' dtype."""
+
+        def add(parameter: Any, _: torch.Tensor) -> None:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+        for p in self._parameters():
+            gathered = getattr(p, "_unsharded_param", None)  # none before the first forward
+            if gathered is not None and p.reduce_dtype is not None and p not in self._hooks:
+                self._hooks[p] = gathered.register_post_accumulate_grad_hook(functools.partial(add, p))
 
     def _parameters(self) -> list[Any]:
         return [p for root in self._roots() for group in self._groups(root) for p in group.fsdp_params]
@@ -149,6 +164,9 @@ class Sharded:
         for group, reshard in self._options or ():
             group.reshard_after_backward = reshard
         self._options = None
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
 
 class _PipelineStageBase(ChunkSteps):
@@ -202,7 +220,10 @@ class _PipelineStageBase(ChunkSteps):
         if isinstance(self.submod, DistributedDataParallel):
             with self.submod.no_sync():
                 return self.submod(*args, **kwargs)
-        return self.submod(*args, **kwargs)
+        output = self.submod(*args, **kwargs)
+        if self.reduction is not None:
+            self.reduction.went_forward()
+        return output
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divides the module's gradients. Schedules do that by themselves."""
