@@ -182,7 +182,7 @@ def _in_words(spec: Any) -> str:
     return f"a {getattr(cls, '__name__', cls)} of {len(children(spec))}"
 
 
-def _differences(want: Any, got: Any, name: str) -> list[str]:
+def differences(want: Any, got: Any, name: str) -> list[str]:
     """Returns how an input differs from what is expected, by name: one difference for each place."""
     if want == got:
         return []
@@ -190,7 +190,7 @@ def _differences(want: Any, got: Any, name: str) -> list[str]:
     if want.is_leaf() or got.is_leaf() or want.type != got.type or want.context != got.context or len(w) != len(g):
         return [f"input {name} should be {_in_words(want)}, got {_in_words(got)}"]
     keys = want.context if isinstance(want.context, (list, tuple)) and len(want.context) == len(w) else range(len(w))
-    return [d for key, a, b in zip(keys, w, g) for d in _differences(a, b, f"{name}[{key!r}]")]
+    return [d for key, a, b in zip(keys, w, g) for d in differences(a, b, f"{name}[{key!r}]")]
 
 
 def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], remedy: str) -> Error:
@@ -208,11 +208,11 @@ def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], r
         found.append(f"the model takes {takes} ({', '.join(positional)}), got {len(args)}")
     else:
         for name, want, value in zip(positional, want_args, args):
-            found += _differences(want, flatten(value)[1], name)
+            found += differences(want, flatten(value)[1], name)
     found += [f"keyword input '{name}' is missing" for name in keywords if name not in kwargs]
     found += [f"the model has no keyword input '{name}'" for name in kwargs if name not in keywords]
     for name in keywords.keys() & kwargs.keys():
-        found += _differences(keywords[name], flatten(kwargs[name])[1], f"'{name}'")
+        found += differences(keywords[name], flatten(kwargs[name])[1], f"'{name}'")
     message = "; ".join(found) or "the inputs are not built as those that the graph was made for"
     return Error(message, kind=ErrorKind.StructureMismatch, remedy=remedy)
 

@@ -131,6 +131,50 @@ def test_a_step_runs_the_graphs_of_cut_stages_without_python(monkeypatch):
     assert not schedule.step(x, target=x).any(), "a forward that was set is called"
 
 
+class Options(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, parts, scale=1, mask=None, shift=None):
+        x = self.first(x + parts["add"] - 2 * parts["take"]) * scale
+        x = self.second(x if mask is None else x * mask)
+        return x if shift is None else x + shift
+
+
+def test_a_step_takes_the_arguments_that_the_model_was_cut_with_and_no_others():
+    torch.manual_seed(0)
+    model, x, shift = Options(), torch.randn(4, 8), torch.randn(4, 8)
+    parts = {"add": torch.randn(4, 8), "take": torch.randn(4, 8)}
+    pipe = pipeline(model, (x, parts, 3), {"shift": shift, "mask": None}, split_spec={"second": BEGIN})
+    stages = [pipe.build_stage(s, torch.device(device.NAME)) for s in range(2)]
+    schedule = ScheduleInterleaved1F1B(stages, 2)
+    expected = torch.cat([pipe(*call)[0] for call in zip(x.chunk(2), halves(parts), (3, 3), (None, None), shift.chunk(2))])
+    turned = dict(reversed(parts.items()))
+    first = pipe.get_stage_module(0)
+    same([first(x=x[:2], parts=halves(turned)[0])], [first(x[:2], *halves(parts)[0].values())])
+    for args, kwargs in [
+        ((x, parts, 3), {"shift": shift, "mask": None}),
+        ((x, turned, 3, None, shift), {}),
+        ((x, parts), {"shift": shift}),
+    ]:
+        same([schedule.step(*args, **kwargs)], [expected])
+    for args, kwargs, says in [
+        ((x, parts, 4), {"shift": shift}, "input 'scale': the model was cut with 3 where 4 is given"),
+        ((x, parts), {"shift": shift, "mask": x}, "input 'mask': the model was cut with None where a tensor is given"),
+        ((x, parts, x), {"shift": shift}, "input 'scale': the model was cut with 3 where a tensor is given"),
+        ((x, {"add": x}), {"shift": shift}, "input 'parts' should be a dict of 'add', 'take', got a dict of 'add'"),
+        ((x, parts, 3, None, shift), {"scale": 3}, "the model got 'scale' by position and by name"),
+        ((x, parts), {"shift": shift, "bias": x}, "by position and \\['shift', 'bias'\\] by name"),
+    ]:
+        with pytest.raises(plumb.Error, match=says):
+            schedule.step(*args, **kwargs)
+
+
+def halves(parts):
+    return [{name: value.chunk(2)[i] for name, value in parts.items()} for i in range(2)]
+
+
 def test_an_interrupt_ends_a_step_whose_forwards_are_graphs_alone():
     x = torch.randn(256, 8)
     stage = pipeline(nn.Sequential(nn.Linear(8, 8)), (x[:1],)).build_stage(0, torch.device(device.NAME))

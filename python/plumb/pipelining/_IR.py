@@ -210,10 +210,8 @@ class CutPipe(Pipe):
         variants = variants or make_variants(engine, source, cut_arguments)
         whole = source.module
         training = whole._made_in_training
-        stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, whole._autocast)
-            for s in range(engine.num_stages)
-        ]
+        about = (source.arguments, training, variants, source.other_sizes, whole._autocast, source.structures)
+        stages = [StageModule(engine.stage(s), s, table, *about) for s in range(engine.num_stages)]
         has_loss = table.loss_output is not None
         graph = top_graph(engine.input_names, table, has_loss)
         super().__init__(split_module(graph, stages), engine.num_stages, has_loss, loss_spec)
@@ -304,8 +302,8 @@ class CutPipe(Pipe):
         return _PipelineStage(module, stage_index, self.info(), device, group, recompute)
 
     def info(self) -> PipeInfo:
-        told = {"table": self._engine.table, "input_names": list(self._source.arguments), "stages_here": self._stages_here}
-        return replace(super().info(), **told)
+        told = {"table": self._engine.table, "stages_here": self._stages_here}
+        return replace(super().info(), **told, **self._source.call())
 
     def serialize_stage(self, stage_index: int) -> bytes:
         """Returns a stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""

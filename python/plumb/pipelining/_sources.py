@@ -59,6 +59,23 @@ class Source:
     def engine(self) -> Any:
         return self.module._engine
 
+    @property
+    def structures(self) -> dict[str, Any]:
+        """Tree specs of the arguments, by their names."""
+        return _structures(self.module._in_spec, self.parameters)
+
+    def call(self) -> dict[str, Any]:
+        """Returns how the model was called when it was cut, as fields of a `PipeInfo`."""
+        names = list(self.structures)
+        by_position = names[: len(children(children(self.module._in_spec)[0]))]
+        return {
+            "input_names": list(self.arguments),
+            "positional": self.parameters + by_position[len(self.parameters) :] or names,
+            "structures": self.structures,
+            "plain_inputs": self.module._plain_inputs,
+            "takes_tensor": self.module._takes_tensor,
+        }
+
     def flatten(self, args: tuple, kwargs: dict) -> list:
         """Flat inputs of a call that may pass by position what the example passed by name, and the other way round; None
         for what is no tensor and not the graph's to take."""
@@ -93,15 +110,16 @@ class Source:
         return None if model is None else tuple([sub.training for sub in model.modules()])
 
 
-def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]]:
+def _structures(in_spec: Any, parameters: list[str]) -> dict[str, Any]:
+    """Returns the tree spec of each argument, by its name."""
     args, kwargs = children(in_spec)
-    names = []
-    for i, part in enumerate(children(args)):
-        name = parameters[i] if i < len(parameters) else f"arg{i}"
-        names += [(name, leaf) for leaf in range(part.num_leaves)]
-    for name, part in zip(kwargs.context or [], children(kwargs)):
-        names += [(str(name), leaf) for leaf in range(part.num_leaves)]
-    return names
+    positional = [parameters[i] if i < len(parameters) else f"arg{i}" for i in range(len(children(args)))]
+    named = [str(name) for name in kwargs.context or []]
+    return dict(zip([*positional, *named], [*children(args), *children(kwargs)]))
+
+
+def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]]:
+    return [(name, leaf) for name, part in _structures(in_spec, parameters).items() for leaf in range(part.num_leaves)]
 
 
 class _AsCut:

@@ -21,7 +21,7 @@ from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import CONSTANT, own_parameters, sync_state
 from ._split_graph import top_graph
-from ._utils import PipeInfo
+from ._utils import PipeInfo, leaves_of_argument
 from ._variants import Variant
 
 _SENT = (
@@ -84,7 +84,7 @@ class StageModule(GraphModule):
 
     def __init__(
         self, engine: Any, stage_index: int, table: Any, arguments: list, training: bool, variants=None, remedy=None,
-        autocast: tuple | None = None,
+        autocast: tuple | None = None, structures: dict[str, Any] | None = None,
     ):  # fmt: skip
         inputs, outputs = table.inputs(stage_index), table.outputs(stage_index)
         in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
@@ -96,6 +96,7 @@ class StageModule(GraphModule):
             input_names=[p["name"] for p in inputs],
             output_names=[p["name"] for p in outputs],
             _arguments=[arguments[p["index"]] if p["stage"] < 0 else None for p in inputs],
+            _structures=structures or {},  # tree specs of the whole model's arguments
             _cut_shapes=[None if m is None or m["symbols"] else tuple(m["shape"]) for m in metas],
             _cut=(table, variants, remedy or _SENT),
             _converted={},
@@ -217,7 +218,7 @@ class StageModule(GraphModule):
         left = dict(enumerate(self._arguments))
         values: dict[int, Any] = {}
         for name, value in kwargs.items():
-            leaves = pytree.tree_leaves(value)
+            leaves = leaves_of_argument(name, value, self._structures.get(name))
             ports = [i for i, a in left.items() if a is not None and a[0] == name and a[1] < len(leaves)]
             if not ports and not any(a is not None and a[0] == name for a in self._arguments):
                 known = sorted({a[0] for a in self._arguments if a is not None})
@@ -290,7 +291,8 @@ def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
     table = parts["table"]
     names = [(name, 0) for name in parts["input_names"]]
     stage = StageModule(parts["engine"], parts["index"], table, names, parts["training"])
-    info = PipeInfo(top_graph(parts["input_names"], table, False), table.num_stages, table.loss_output is not None, table)
+    top = top_graph(parts["input_names"], table, False)
+    info = PipeInfo(top, table.num_stages, table.loss_output is not None, table, names, parts["input_names"])
     return stage, info
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
+from .._trees import check_plain_inputs, differences, flatten
 from ..formats import FPFormat, format_text
 
 
@@ -53,6 +55,21 @@ def is_of(value: Any, module: str, name: str) -> bool:
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
+_AS_CUT = "give it as the model was cut, or cut the model with inputs like these"
+
+
+def leaves_of_argument(name: str, value: Any, structure: Any) -> list:
+    """Returns the leaves of an argument in the order of its structure at the cut (None: unknown), dicts by their keys. Raises `plumb.Error`
+    for another structure."""
+    if structure is None:
+        return pytree.tree_leaves(value)
+    try:
+        return structure.flatten_up_to(value)
+    except ValueError as error:
+        text = "; ".join(differences(structure, flatten(value)[1], f"'{name}'")) or f"input '{name}': {error}"
+        raise Error(text, kind=ErrorKind.StructureMismatch, remedy=_AS_CUT) from None
+
+
 @dataclass
 class PipeInfo:
     """The picture of a cut model without the model: it keeps no stage alive, and may be sent to other ranks."""
@@ -62,4 +79,32 @@ class PipeInfo:
     has_loss_and_backward: bool
     table: Any = field(default=None, repr=False)  # plumb._C.PipeTable: where every stage's inputs come from
     input_names: list[tuple[str, int]] = field(default_factory=list, repr=False)  # argument and leaf of each flat input
+    positional: list[str] = field(default_factory=list, repr=False)  # names of the model's arguments by position
+    structures: dict[str, Any] = field(default_factory=dict, repr=False)  # tree specs of the arguments when the model was cut
+    plain_inputs: list | None = field(default=None, repr=False)  # flat inputs that are no tensors; None: the graph has every input
+    takes_tensor: list[bool] = field(default_factory=list, repr=False)  # by flat input
     stages_here: set[int] = field(default_factory=set, repr=False)  # that were built here for a schedule over several ranks
+
+    def flat_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list:
+        """Returns the flat inputs of a call of the model that may leave arguments out: None for what is not given. Raises `plumb.Error` for
+        other arguments than the model was cut with: other names or structures, or other values of what is no tensor."""
+        given = dict(zip(self.positional, args))
+        names = list(dict.fromkeys([*self.structures, *(name for name, _ in self.input_names)]))
+        if len(args) > len(self.positional) or (given | kwargs).keys() - set(names):
+            raise Error(
+                f"the model was cut with {names}, and got {list(given) + list(args[len(given) :])} by position and {list(kwargs)} by name",
+                kind=ErrorKind.StructureMismatch,
+                remedy="leave the others out, or cut the model with inputs like these",
+            )
+        if twice := given.keys() & kwargs.keys():
+            raise Error(f"the model got '{min(twice)}' by position and by name", kind=ErrorKind.StructureMismatch)
+        leaves = {name: self._leaves(name, value) for name, value in (given | kwargs).items()}
+        return [leaves[name][i] if name in leaves else None for name, i in self.input_names]
+
+    def _leaves(self, name: str, value: Any) -> list:
+        leaves = leaves_of_argument(name, value, self.structures.get(name))
+        if self.plain_inputs is not None:
+            flat = [i for i, (argument, _) in enumerate(self.input_names) if argument == name]
+            plain, tensors = [self.plain_inputs[i] for i in flat], [self.takes_tensor[i] for i in flat]
+            check_plain_inputs(leaves, plain, tensors, f"input '{name}': the model was cut", _AS_CUT)
+        return leaves

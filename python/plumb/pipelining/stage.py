@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
@@ -375,11 +374,5 @@ class _PipelineStage(_PipelineStageBase):
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
         """Returns the whole model's flat inputs for a microbatch: None for what is not given here."""
-        leaves = self.pipe_info.input_names  # argument and leaf of each flat input
-        names = list(dict.fromkeys(name for name, _ in leaves))
-        given = dict(zip(names, args)) | kwargs
-        if len(args) > len(names) or given.keys() - set(names):
-            raise Error(f"the model takes {names}, and got {len(args)} positional and {list(kwargs)}")
-        values = {name: pytree.tree_leaves(value) for name, value in given.items()}
-        flat = [values[name][i] if name in values else None for name, i in leaves]
-        return [v if v is None or isinstance(v, torch.Tensor) else torch.tensor(v) for v in flat]
+        flat, known = self.pipe_info.flat_inputs(args, kwargs), self.pipe_info.plain_inputs is not None
+        return [v if v is None or isinstance(v, torch.Tensor) else None if known else torch.tensor(v) for v in flat]
