@@ -207,6 +207,34 @@ def test_frozen_weights_and_stages_stay_without_gradients():
     assert same(grads(modules), grads(reference)) and modules[1].up.weight.grad is None
 
 
+def test_a_loss_that_requires_no_gradient_is_refused():
+    x, target = batch()
+
+    def without_padding(output, target):
+        return MSE(output, target) if target.any() else torch.zeros(())
+
+    target[3:6] = 0
+    schedule = schedule_for("Interleaved1F1B", blocks(2), 4, without_padding)
+    with pytest.raises(plumb.Error, match=r"the loss of microbatch 1 requires no gradient\n.*output.sum\(\) \* 0"):
+        schedule.step(x, target=target)
+    schedule.eval(x, target=target)
+
+
+class Detached(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+def test_what_a_later_stage_does_not_use_has_no_gradient():
+    x, target = batch()
+    modules = [nn.Linear(8, 8), Detached()]
+    schedule_for("Interleaved1F1B", modules, 4).step(x, target=target)
+    assert modules[0].weight.grad is None and modules[1].weight.grad is not None
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -200,6 +200,12 @@ class _Step:
                 kind=ErrorKind.StructureMismatch,
                 remedy='one number a microbatch: loss.mean(), or reduction="mean"',
             )
+        if self.train and not loss.requires_grad:
+            raise Error(
+                f"the loss of microbatch {microbatch} requires no gradient",
+                kind=ErrorKind.TensorMismatch,
+                remedy="a loss that depends on what is trained, output.sum() * 0 for a microbatch without one; eval() if nothing is trained",
+            )
         self.losses[microbatch] = loss.detach()
         return loss
 
