@@ -207,6 +207,39 @@ def test_frozen_weights_and_stages_stay_without_gradients():
     assert same(grads(modules), grads(reference)) and modules[1].up.weight.grad is None
 
 
+def test_parameters_may_be_replaced_between_steps():
+    x, target = batch()
+    modules, reference = blocks(4), blocks(4)
+    schedule = schedule_for("InterleavedZeroBubble", modules, 4)
+
+    def replace(modules):
+        modules[0].load_state_dict({name: value / 2 for name, value in modules[0].state_dict().items()}, assign=True)
+        modules[1].down = blocks(1, seed=5)[0].down
+        modules[2].extra = blocks(1, seed=6)[0]  # it takes no part
+
+    for change in (lambda _: None, replace, lambda modules: modules[3].up.weight.requires_grad_(False)):
+        for some in (modules, reference):
+            change(some)
+            nn.ModuleList(some).zero_grad()
+        outputs, losses = accumulate(reference, x, target, 4)
+        found = []
+        assert torch.equal(schedule.step(x, target=target, losses=found), outputs) and same(found, losses)
+        assert same(grads(modules), grads(reference))
+
+
+def test_parameters_that_stages_share_are_not_replaced_between_steps():
+    x, target = batch()
+    modules = blocks(3)
+    modules[2].up = modules[0].up
+    schedule = schedule_for("Interleaved1F1B", modules, 4)
+    schedule.step(x, target=target)
+    modules[0].up = modules[2].up = blocks(1, seed=5)[0].up
+    schedule.step(x, target=target)
+    modules[2].up = blocks(1, seed=6)[0].up
+    with pytest.raises(plumb.Error, match=r"stage 2 has other parameters .*stage 0: up.bias.*\n  try: make a new schedule"):
+        schedule.step(x, target=target)
+
+
 def test_a_loss_that_requires_no_gradient_is_refused():
     x, target = batch()
 

@@ -17,7 +17,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._trees import load_spec
 from ._stage_module import Sizes, sizes_of
-from ._utils import InvalidSchedule, PipeliningMetadataError
+from ._utils import InvalidSchedule, PipeliningMetadataError, is_of
 
 Values = list["torch.Tensor | None"]
 
@@ -108,12 +108,14 @@ def names_of(stages: list) -> dict[int, str]:
 
 
 class EngineStage:
-    """A stage as the engine calls it. `names`: of parameters in the whole pipeline, by id."""
+    """A stage as the engine calls it. `stages`: all stages of this rank; None: the stage alone."""
 
     graph: Any = None  # in a step: the `_C.GraphStage` that the engine runs in place of `run`, if Python has no part in the forward
 
-    def __init__(self, stage: Any, names: dict[int, str] | None = None):
-        self._stage, self._names = stage, names or names_of([stage])
+    _first_names: list[str] | None = None  # of the parameters, when the engine asked for the first time
+
+    def __init__(self, stage: Any, stages: list | None = None):
+        self._stage, self._stages = stage, stages or [stage]
         self.weight_work, self.recompute, self.is_last = stage.dw_builder, stage.recompute, stage.is_last
 
     @property
@@ -124,7 +126,27 @@ class EngineStage:
         return next((t.device for t in own), self._stage.device)
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return [(self._names[id(parameter)], parameter) for _, parameter in self._stage.summed_parameters()]
+        """Returns the parameters by their names in the whole pipeline. Raises `plumb.Error` for others than at first where the engine
+        knows places among them: of tied ones, and of those of replicas."""
+        names = names_of(self._stages)
+        found = [(names[id(parameter)], parameter) for _, parameter in self._stage.summed_parameters()]
+        now, first = [name for name, _ in found], self._first_names
+        self._first_names = now if first is None else first
+        if first not in (None, now) and self._has_places(names, [*first, *now]):
+            news = ", ".join(sorted(set(now) ^ set(first))) or "another order"
+            raise Error(
+                f"stage {self._stage.stage_index} has other parameters than in the schedule's first step ({news})",
+                kind=ErrorKind.InvalidState,
+                remedy="make a new schedule on every rank",
+            )
+        return found
+
+    def _has_places(self, names: dict[int, str], own: list[str]) -> bool:
+        """Returns whether the engine knows places among parameters of these names: `names` are those of all stages, by id."""
+        others = {names[id(p)] for other in self._stages if other is not self._stage for _, p in other.named_parameters()}
+        here = f"stage {self._stage.stage_index}: "
+        replicated = is_of(self._stage.submod, "torch.nn.parallel", "DistributedDataParallel")
+        return replicated or any(name in others or not name.startswith(here) for name in own)
 
     def run(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
         return self._stage._run_function(inputs, microbatch, sizes)

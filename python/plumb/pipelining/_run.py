@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, _Action, _ComputationType
-from ._chunks import ChunkSteps, EngineStage, detached, names_of, own_arguments
+from ._chunks import ChunkSteps, EngineStage, detached, own_arguments
 from ._utils import InvalidSchedule, InvalidValue
 from .stage import _PipelineStageBase, replicas_of
 
@@ -260,11 +260,10 @@ class Run:
         self.current: _Step | None = None
         self._divisor = table.num_microbatches if options.get("scale_grads") else 1
         layout = self.stages[0].layout or self.stages[0].chain()
-        names = names_of(self.stages)
         group = self.stages[0].group
         if group is None and self.stages[0].group_size > 1:
             group = dist.distributed_c10d._get_default_group()
-        local = self._engine_stages = {stage.stage_index: EngineStage(stage, names) for stage in self.stages}
+        local = self._engine_stages = {stage.stage_index: EngineStage(stage, self.stages) for stage in self.stages}
         if len(local) != len(stages):
             raise Error(f"two stages of this rank have the same index: {[stage.stage_index for stage in self.stages]}")
         if group is not None and dist.get_world_size(group) == 1:
