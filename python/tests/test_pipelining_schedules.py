@@ -1,5 +1,6 @@
 """Schedules as data, beside torch's own."""
 
+import inspect
 import json
 import os
 import pydoc
@@ -71,6 +72,15 @@ def test_tables_are_torchs(name, ranks, microbatches):
             ours.pop()
         assert ours == expected
     assert get_schedule_class(name.lower()) is get_schedule_class(name.upper())
+
+
+@pytest.mark.parametrize("name", torchs.__all__)
+def test_schedules_are_made_with_torchs_arguments_at_torchs_places(name):
+    def arguments(module):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(getattr(module, name)).parameters.values()]
+
+    theirs = arguments(torchs)
+    assert arguments(plumb.pipelining.schedules)[: len(theirs)] == theirs
 
 
 @pytest.mark.parametrize("name", OWN)

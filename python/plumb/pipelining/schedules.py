@@ -56,11 +56,13 @@ class _NamedSchedule(PipelineScheduleMulti):
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
     ):
         chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *chunks, None, *args, **kwargs)
+        options = (None, scale_grads, backward_requires_autograd)
+        super().__init__(stages, n_microbatches, loss_fn, *chunks, *options, defer_pp_recv=defer_pp_recv)
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -92,10 +94,12 @@ class ScheduleLoopedBFS(_NamedSchedule):
         n_microbatches: int,
         loss_fn: Callable[..., Any] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
     ):
-        super().__init__(stages, n_microbatches, loss_fn, None, None, output_merge_spec, *args, **kwargs)
+        options = (scale_grads, backward_requires_autograd, defer_pp_recv)
+        super().__init__(stages, n_microbatches, loss_fn, None, None, output_merge_spec, *options)
 
 
 class ScheduleInterleavedZeroBubble(_NamedSchedule):
