@@ -1,27 +1,8 @@
 """Unit-scaled modules, as ``plumb.nn.Linear`` and so on."""
 
-from ._modules import (
-    GELU,
-    Conv1d,
-    CrossEntropyLoss,
-    Dropout,
-    Embedding,
-    LayerNorm,
-    Linear,
-    LinearReadout,
-    RMSNorm,
-    SiLU,
-    Softmax,
-)
-from ._transformer import (
-    MHSA,
-    MLP,
-    DepthModuleList,
-    DepthSequential,
-    TransformerDecoder,
-    TransformerLayer,
-    TransformerStack,
-)
+# ruff: noqa: F403, F405
+from ._modules import *
+from ._transformer import *
 
 __all__ = [
     "GELU",

@@ -1,5 +1,6 @@
 """Pipeline parallelism: cuts, stages, schedules and the runtime, under the names of ``torch.distributed.pipelining``."""
 
+# ruff: noqa: F403, F405
 from ._IR import (
     CutPipe,
     LossWrapper,
@@ -17,26 +18,8 @@ from ._IR import (
 from ._plan import Plan, plan
 from ._sources import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from .microbatch import TensorChunkSpec
-from .schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipe,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleTable,
-    ScheduleVHalf,
-    ScheduleVMin,
-    ScheduleZBH1,
-    ScheduleZBH2,
-    ScheduleZBVZeroBubble,
-    _ScheduleForwardOnly,  # noqa: F401  (imported from here by users of torch's)
-    get_schedule_class,
-    search_schedule,
-)
+from .schedules import *
+from .schedules import _ScheduleForwardOnly  # noqa: F401  (imported from here by users of torch's)
 from .stage import PipelineStage, build_stage
 
 __all__ = [
