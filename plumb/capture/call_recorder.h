@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "plumb/capture/capture.h"
-#include "plumb/capture/module_state_guard.h"
 #include "plumb/capture/stale_memory.h"
 #include "plumb/capture/value_table.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/module_state_guard.h"
 
 namespace plumb {
 

@@ -8,7 +8,7 @@
 #include "plumb/capture/call_recorder.h"
 #include "plumb/capture/capture_mode.h"
 #include "plumb/capture/guards.h"
-#include "plumb/capture/module_state_guard.h"
+#include "plumb/graph/module_state_guard.h"
 
 namespace plumb {
 

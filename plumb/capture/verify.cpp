@@ -6,8 +6,8 @@
 #include <map>
 #include <sstream>
 
-#include "plumb/capture/module_state_guard.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/module_state_guard.h"
 
 namespace plumb {
 namespace {

@@ -5,8 +5,8 @@
 #include <map>
 #include <mutex>
 
-#include "plumb/capture/module_state_guard.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/module_state_guard.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/tensors/node_seeds.h"
 #include "plumb/transforms/module.h"
@@ -74,18 +74,16 @@ std::vector<c10::IValue> on_device_of(const GraphModule& module, std::vector<c10
 void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModule&)>& loss_of) {
   const at::AutoGradMode with_gradients(true);
   ModuleStateGuard guard(module.state(), {});
-  std::vector<at::Generator> generators{at::globalContext().defaultGenerator(at::kCPU)};
-  if (const auto device = device_of(module); device && !device->is_cpu() && !device->is_meta())
-    generators.push_back(at::globalContext().defaultGenerator(*device));
+  guard.keep_buffers(module.state());
+  std::vector<at::Generator> generators = guard.generators();
   for (at::Generator& generator : generators) {
     const std::lock_guard lock(generator.mutex());
     generator.set_current_seed(1);
   }
   const NodeSeeds seeds(1, generators);
   for (const Attr& attr : module.state()) {
-    if (!attr.tensor.defined()) continue;
-    if (attr.kind == AttrKind::Buffer && attr.tensor.has_storage()) guard.before_write(attr.tensor);
-    if (attr.tensor.requires_grad() && attr.tensor.is_leaf()) attr.tensor.mutable_grad().reset();
+    const bool has_gradient = attr.tensor.defined() && attr.tensor.requires_grad() && attr.tensor.is_leaf();
+    if (has_gradient) attr.tensor.mutable_grad().reset();
   }
   const at::Tensor loss = loss_of(module);
   if (!loss.defined()) return;

@@ -16,9 +16,9 @@
 
 #include "plumb/autograd/recompute/live_bytes.h"
 #include "plumb/autograd/stage_backward.h"
-#include "plumb/capture/module_state_guard.h"
 #include "plumb/core/cores.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/module_state_guard.h"
 #include "plumb/partition/cost.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/host_rings.h"
@@ -77,9 +77,7 @@ class PipeStateGuard {
     for (int s = 0; s < pipe.num_stages(); s++) {
       const State& state = pipe.stage(s)->state();
       guards_.push_back(std::make_unique<ModuleStateGuard>(state, std::vector<c10::IValue>()));
-      for (const Attr& attr : state) {
-        if (attr.kind == AttrKind::Buffer && attr.tensor.defined()) guards_.back()->before_write(attr.tensor);
-      }
+      guards_.back()->keep_buffers(state);
     }
     drop_gradients(pipe);
   }

@@ -1,7 +1,6 @@
 #include "plumb/transforms/verdict/verdict.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/module_state_guard.h"
 #include "plumb/numerics/format.h"
 #include "plumb/tensors/node_seeds.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
@@ -105,26 +105,10 @@ void take_random_layers_apart(GraphModule& module) {
 class Verdict::Batch {
  public:
   Batch(const std::shared_ptr<GraphModule>& module, const Parts& parts, uint64_t seed, VerdictReport& report)
-      : module_(module), parts_(parts), seed_(seed), report_(report) {
-    generators_.push_back(at::detail::getDefaultCPUGenerator());
-    for (const Attr& attr : module->state()) {
-      if (attr.kind == AttrKind::Buffer) buffers_.emplace_back(attr.tensor.detach(), attr.tensor.detach().clone());
-      const at::Device device = attr.tensor.device();
-      if (device.is_cpu() || device.is_meta()) continue;
-      const at::Generator& generator = at::globalContext().defaultGenerator(device);
-      if (std::ranges::find(generators_, generator) == generators_.end()) generators_.push_back(generator);
-    }
-    for (at::Generator& generator : generators_) {
-      std::lock_guard lock(generator.mutex());
-      states_.push_back(generator.get_state());
-    }
+      : module_(module), parts_(parts), seed_(seed), report_(report), before_(module->state(), {}) {
+    before_.keep_buffers(module->state());
     plain_ = full_gradient(*module_);
   }
-  ~Batch() {
-    put_buffers_back();
-    put_generators_back();
-  }
-  Batch(const Batch&) = delete;
 
   // Returns the error of the gradient that is rounded in this direction only.
   double error(const FormatRecipe& recipe, bool backward) {
@@ -176,8 +160,8 @@ class Verdict::Batch {
     take_random_layers_apart(graph);
     graph.lint();
     const c10::AutoGradMode on(true);
-    put_generators_back();  // a part that draws random numbers itself draws the same ones
-    const NodeSeeds seeds(seed_, generators_);
+    before_.put_generators_back();  // a part that draws random numbers itself draws the same ones
+    const NodeSeeds seeds(seed_, before_.generators());
     std::vector<at::Tensor> parameters, sum;
     ++report_.gradients;
     for (const Part& part : parts_) {
@@ -192,29 +176,16 @@ class Verdict::Batch {
         if (!of_part[i].defined()) continue;
         sum[i] = sum[i].defined() ? sum[i] + of_part[i] : of_part[i];
       }
-      put_buffers_back();  // the backward may have needed them as the forward left them
+      before_.put_contents_back();  // the backward may have needed them as the forward left them
     }
     return sum;
-  }
-
-  void put_buffers_back() const {
-    const at::NoGradGuard no_grad;
-    for (const auto& [tensor, value] : buffers_) tensor.copy_(value);
-  }
-  void put_generators_back() {
-    for (size_t i = 0; i < generators_.size(); ++i) {
-      std::lock_guard lock(generators_[i].mutex());
-      generators_[i].set_state(states_[i]);
-    }
   }
 
   const std::shared_ptr<GraphModule> module_;
   const Parts& parts_;
   const uint64_t seed_;
   VerdictReport& report_;
-  std::vector<at::Generator> generators_;
-  std::vector<at::Tensor> states_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
+  ModuleStateGuard before_;
   Gradient plain_;
   bool has_rounded_ = false;
   std::shared_ptr<GraphModule> scaled_module_;

@@ -1,4 +1,4 @@
-#include "plumb/capture/module_state_guard.h"
+#include "plumb/graph/module_state_guard.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -44,6 +44,14 @@ void ModuleStateGuard::keep_generator(const at::Device& device) {
 }
 
 ModuleStateGuard::~ModuleStateGuard() {
+  put_contents_back();
+  for (auto& [parameter, grad] : grads_) {
+    if (!parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
+  }
+  put_generators_back();
+}
+
+void ModuleStateGuard::put_contents_back() {
   at::NoGradGuard no_grad;
   for (auto& [index, kept] : contents_) {
     try {
@@ -53,13 +61,19 @@ ModuleStateGuard::~ModuleStateGuard() {
       TORCH_WARN("a capture could not put a tensor of the module back: ", error.what());
     }
   }
-  for (auto& [parameter, grad] : grads_) {
-    if (!parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
-  }
+}
+
+void ModuleStateGuard::put_generators_back() {
   for (auto& [generator, state] : generators_) {
     std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(state);
   }
+}
+
+std::vector<at::Generator> ModuleStateGuard::generators() const {
+  std::vector<at::Generator> all;
+  for (const auto& [generator, state] : generators_) all.push_back(generator);
+  return all;
 }
 
 void ModuleStateGuard::watch(int index, const at::Tensor& tensor) {
@@ -77,6 +91,12 @@ void ModuleStateGuard::before_write(const at::Tensor& tensor) {
     if (was_written(watched.index)) continue;
     at::Tensor as_it_was = watched.as_it_was.defined() ? watched.as_it_was : watched.tensor.detach();
     contents_.emplace(watched.index, Kept{watched.tensor, as_it_was, as_it_was.clone()});
+  }
+}
+
+void ModuleStateGuard::keep_buffers(const State& state) {
+  for (const Attr& attr : state) {
+    if (attr.kind == AttrKind::Buffer && attr.tensor.defined() && attr.tensor.has_storage()) before_write(attr.tensor);
   }
 }
 

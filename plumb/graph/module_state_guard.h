@@ -1,4 +1,4 @@
-// A module as it was before a capture: what the forward writes is put back.
+// A module as it was before a run that is not to be seen afterwards: what the run writes is put back.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -27,6 +27,13 @@ class ModuleStateGuard {
   void watch(int index, const at::Tensor& tensor);
   // Called before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
   void before_write(const at::Tensor& tensor);
+  // Calls before_write() for all buffers, where nobody watches what the run writes.
+  void keep_buffers(const State& state);
+  // Puts contents, and random state, back before the end. The run may go on.
+  void put_contents_back();
+  void put_generators_back();
+  // Returns the generators whose state is kept, the CPU's first.
+  std::vector<at::Generator> generators() const;
   // Returns the first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors
   // get theirs back.
   int find_moved();

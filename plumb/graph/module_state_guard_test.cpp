@@ -1,4 +1,4 @@
-#include "plumb/capture/module_state_guard.h"
+#include "plumb/graph/module_state_guard.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -95,6 +95,22 @@ TEST(ModuleStateGuard, PutsBackGradientsAndTheRandomState) {
   }
   EXPECT_TRUE(w.grad().is_same(grad));
   EXPECT_TRUE(at::equal(at::rand({3}), drawn));
+}
+
+TEST(ModuleStateGuard, PutsBuffersAndRandomStateBackAsOftenAsAsked) {
+  const at::Tensor w = at::ones({2}), b = at::zeros({4});
+  const State state = state_with(w, b);
+  ModuleStateGuard guard(state, {});
+  guard.keep_buffers(state);
+  const at::Tensor drawn = at::rand({2});
+  for (int run = 0; run < 2; ++run) {
+    b.fill_(7);
+    guard.put_contents_back();
+    guard.put_generators_back();
+    EXPECT_TRUE(at::equal(b, at::zeros({4})));
+    EXPECT_TRUE(at::equal(at::rand({2}), drawn));
+  }
+  EXPECT_EQ(guard.generators().size(), 1u);
 }
 
 }  // namespace
