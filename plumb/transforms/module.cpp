@@ -40,4 +40,21 @@ std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
   return copy;
 }
 
+std::shared_ptr<TransformedModule> transformed(std::shared_ptr<TransformedModule> module, const std::string& pass,
+                                               const std::function<bool(TransformedModule&, Report&)>& run) {
+  Report report(pass);
+  run_checked(pass, [&] { return run(*module, report); }, *module);
+  module->reports.push_back(std::move(report));
+  return module;
+}
+
+RegisterTransform::RegisterTransform(std::string name, std::string summary, std::vector<PassOption> options, Run run)
+    : RegisterPass({name, std::move(summary), std::move(options),
+                    [name, run](GraphModule& module, const PassOptions& given, std::vector<std::string>* notes) {
+                      Report report(name);
+                      const bool changed = run(module, given, report);
+                      if (notes) *notes = report.lines();
+                      return changed;
+                    }}) {}
+
 }  // namespace plumb

@@ -1,12 +1,14 @@
 // The result of a transform: a graph module that knows what was done to it.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "plumb/graph/graph_module.h"
+#include "plumb/graph/pass.h"
 #include "plumb/tensors/parameter_tag.h"
 #include "plumb/transforms/report.h"
 
@@ -34,5 +36,16 @@ class TransformedModule : public GraphModule {
 
 // Returns a module with a copy of the graph and the same tensors, with what is known of `module`.
 std::shared_ptr<TransformedModule> derive(const GraphModule& module);
+
+// Runs a transform on this module by run_checked(), and adds the report that it fills.
+std::shared_ptr<TransformedModule> transformed(
+    std::shared_ptr<TransformedModule> module, const std::string& pass,
+    const std::function<bool(TransformedModule& module, Report& report)>& run);
+
+// Adds a transform to the table of passes. The lines of the report that it fills are the pass's notes.
+struct RegisterTransform : RegisterPass {
+  using Run = std::function<bool(GraphModule& module, const PassOptions& options, Report& report)>;
+  RegisterTransform(std::string name, std::string summary, std::vector<PassOption> options, Run run);
+};
 
 }  // namespace plumb

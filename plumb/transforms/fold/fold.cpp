@@ -10,7 +10,6 @@
 #include "plumb/tensors/parameter_tag.h"
 #include "plumb/transforms/fold/fold_equations.h"
 #include "plumb/transforms/formats/use_fp8.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 
 namespace plumb {
@@ -145,18 +144,16 @@ void untag_all(const GraphModule& module) {
   for (const Attr& attr : module.state()) untag(attr.tensor);
 }
 
-const RegisterPass fold_pass({
+const RegisterTransform fold_pass{
     "fold",
     "Replaces unit-scaled operators by torch's, whose parameters take the factors over.",
     {},
-    [](GraphModule& module, const PassOptions&, std::vector<std::string>* lines) {
-      Report report("fold");
+    [](GraphModule& module, const PassOptions&, Report& report) {
       const bool changed = fold(module, &report);
       if (changed) untag_all(module);
-      if (lines) *lines = report.lines();
       return changed;
     },
-});
+};
 
 }  // namespace
 
@@ -170,10 +167,8 @@ std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& modu
   auto result = std::make_shared<TransformedModule>(module->graph().clone(), module->state().deep_copy(),
                                                     module->in_spec(), module->out_spec());
   result->copy_mode(*module);
-  Report report("fold");
-  run_checked("fold", [&] { return fold(*result, &report); }, *result);
+  transformed(result, "fold", [](GraphModule& made, Report& report) { return fold(made, &report); });
   untag_all(*result);
-  result->reports.push_back(std::move(report));
   return result;
 }
 

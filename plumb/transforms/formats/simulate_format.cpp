@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
@@ -226,7 +225,7 @@ const std::vector<PassOption> kOptions = {
     {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"},
     {"recipe", "", "instead of fwd and bwd: a recipe file (plumb verdict writes them), or a recipe's name"}};
 
-bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+bool run_from_table(GraphModule& module, const PassOptions& given, Report& report) {
   SimulateFormatOptions options;
   for (const auto& [name, value] : given) {
     if (name == "fwd") options.fwd = value;
@@ -236,23 +235,20 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
     if (name == "exclude") options.exclude = split_names(value);
   }
   options.srbits = static_cast<int>(number_option(given, "srbits", options.srbits));
-  Report report("simulate_format");
   const auto recipe = given.find("recipe");
   if (recipe != given.end() && given.size() > 1) {
     throw Error(ErrorKind::InvalidArgument,
                 "simulate_format: a recipe says all formats, so no other option goes with it", "",
                 "recipe=FILE.toml alone");
   }
-  const bool changed = recipe == given.end() ? simulate_format(module, options, &report)
-                                             : apply_recipe(module, read_recipe(recipe->second), &report);
-  if (lines) *lines = report.lines();
-  return changed;
+  return recipe == given.end() ? simulate_format(module, options, &report)
+                               : apply_recipe(module, read_recipe(recipe->second), &report);
 }
 
-const RegisterPass simulate_format_pass(
-    {"simulate_format",
-     "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.",
-     kOptions, run_from_table});
+const RegisterTransform simulate_format_pass{
+    "simulate_format",
+    "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.", kOptions,
+    run_from_table};
 
 }  // namespace
 
@@ -281,19 +277,8 @@ bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, 
 
 std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
                                                    const SimulateFormatOptions& options) {
-  auto result = derive(*module);
-  Report report("simulate_format");
-  run_checked("simulate_format", [&] { return simulate_format(*result, options, &report); }, *result);
-  result->reports.push_back(std::move(report));
-  return result;
-}
-
-std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
-                                                   const FPFormat& bwd) {
-  SimulateFormatOptions options;
-  options.fwd = fwd.to_string();
-  options.bwd = bwd.to_string();
-  return simulate_format(module, options);
+  return transformed(derive(*module), "simulate_format",
+                     [&](GraphModule& made, Report& report) { return simulate_format(made, options, &report); });
 }
 
 std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,

@@ -329,7 +329,7 @@ const std::vector<PassOption> kUseFp8Options = {
     {"operators", "", "only these, comma separated"},
     {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
 
-bool use_fp8_from_table(GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+bool use_fp8_from_table(GraphModule& module, const PassOptions& given, Report& report) {
   UseFp8Options options;
   for (const auto& [name, value] : given) {
     if (name == "fwd") options.fwd = value;
@@ -340,17 +340,13 @@ bool use_fp8_from_table(GraphModule& module, const PassOptions& given, std::vect
     if (name == "exclude") options.exclude = split_names(value);
   }
   options.history = number_option(given, "history", options.history);
-  Report report("use_fp8");
-  const bool changed = options.recipe.ends_with(".toml")
-                           ? use_fp8(module, read_recipe(options.recipe), options, &report)
-                           : use_fp8(module, options, &report);
-  if (lines) *lines = report.lines();
-  return changed;
+  return options.recipe.ends_with(".toml") ? use_fp8(module, read_recipe(options.recipe), options, &report)
+                                           : use_fp8(module, options, &report);
 }
 
-const RegisterPass use_fp8_pass(
-    {"use_fp8", "Multiplies in FP8: the inputs of products and the gradients of their outputs become FP8's codes.",
-     kUseFp8Options, use_fp8_from_table});
+const RegisterTransform use_fp8_pass{
+    "use_fp8", "Multiplies in FP8: the inputs of products and the gradients of their outputs become FP8's codes.",
+    kUseFp8Options, use_fp8_from_table};
 
 }  // namespace
 
@@ -483,11 +479,8 @@ bool drop_fp8(GraphModule& module) {
 }
 
 std::shared_ptr<TransformedModule> use_fp8(const std::shared_ptr<GraphModule>& module, const UseFp8Options& options) {
-  auto result = derive(*module);
-  Report report("use_fp8");
-  run_checked("use_fp8", [&] { return use_fp8(*result, options, &report); }, *result);
-  result->reports.push_back(std::move(report));
-  return result;
+  return transformed(derive(*module), "use_fp8",
+                     [&](GraphModule& made, Report& report) { return use_fp8(made, options, &report); });
 }
 
 }  // namespace plumb

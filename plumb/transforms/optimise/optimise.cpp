@@ -12,7 +12,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/passes/tools.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/factors.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
 #include "plumb/transforms/rewrite.h"
@@ -339,7 +338,7 @@ class Optimiser {
   std::vector<Node*> fused_;
 };
 
-const RegisterPass optimise_pass({
+const RegisterTransform optimise_pass{
     "optimise",
     "Folds factors into matrix products and runs chains of pointwise operators as one kernel.",
     {{"fold", "true", "factors into products"},
@@ -347,19 +346,16 @@ const RegisterPass optimise_pass({
      {"exact", "false", "leave alone what would round once instead of twice"},
      {"measure", "true", "round and track in one pass"},
      {"min_elements", "262144", "shorter chains of smaller tensors are left alone"}},
-    [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+    [](GraphModule& module, const PassOptions& given, Report& report) {
       OptimiseOptions options;
       options.fold = flag_option(given, "fold", true);
       options.fuse = flag_option(given, "fuse", true);
       options.exact = flag_option(given, "exact", false);
       options.measure = flag_option(given, "measure", true);
       options.min_elements = number_option(given, "min_elements", options.min_elements);
-      Report report("optimise");
-      const bool changed = optimise(module, options, &report);
-      if (lines) *lines = report.lines();
-      return changed;
+      return optimise(module, options, &report);
     },
-});
+};
 
 }  // namespace
 
@@ -369,11 +365,8 @@ bool optimise(GraphModule& module, const OptimiseOptions& options, Report* repor
 }
 
 std::shared_ptr<TransformedModule> compile(const std::shared_ptr<GraphModule>& module, const OptimiseOptions& options) {
-  auto result = derive(*module);
-  Report report("optimise");
-  optimise(*result, options, &report);
-  result->reports.push_back(std::move(report));
-  return result;
+  return transformed(derive(*module), "optimise",
+                     [&](GraphModule& made, Report& report) { return optimise(made, options, &report); });
 }
 
 }  // namespace plumb

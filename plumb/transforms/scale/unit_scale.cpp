@@ -337,7 +337,7 @@ class UnitScaler {
   std::vector<std::pair<Node*, double>> recurrent_;  // and the scale of the gradient at its input
 };
 
-const RegisterPass unit_scale_pass({
+const RegisterTransform unit_scale_pass{
     "unit_scale",
     "Replaces operators by unit-scaled ones, adds by residual layers where they are, and gives weights unit variance.",
     {{"tau_attention", "0.01", "weight of residual branches with attention"},
@@ -347,7 +347,7 @@ const RegisterPass unit_scale_pass({
      {"residual_attn_ratio", "1", "depth rule: attention's weight over the others'"},
      {"replace", "", "operators to replace first: from=to,from=to"},
      {"scale_parameters", "true", "false: leave weights and biases as they are"}},
-    [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+    [](GraphModule& module, const PassOptions& given, Report& report) {
       UnitScaleOptions options;
       options.tau_attention = real_option(given, "tau_attention", options.tau_attention);
       options.tau_mlp = real_option(given, "tau_mlp", options.tau_mlp);
@@ -369,12 +369,9 @@ const RegisterPass unit_scale_pass({
           options.replace.push_back({pair.substr(0, equals), pair.substr(equals + 1), nullptr});
         }
       }
-      Report report("unit_scale");
-      const bool changed = unit_scale(module, options, &report);
-      if (lines) *lines = report.lines();
-      return changed;
+      return unit_scale(module, options, &report);
     },
-});
+};
 
 }  // namespace
 
@@ -399,10 +396,9 @@ std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>
     result->state() = result->state().deep_copy();
     result->sync_module();
   }
-  Report report("unit_scale");
-  run_checked("unit_scale", [&] { return unit_scale(*result, options, &report, &result->mup); }, *result);
-  result->reports.push_back(std::move(report));
-  return result;
+  return transformed(result, "unit_scale", [&](TransformedModule& made, Report& report) {
+    return unit_scale(made, options, &report, &made.mup);
+  });
 }
 
 }  // namespace plumb

@@ -54,18 +54,15 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
   return changed;
 }
 
-const RegisterPass track_scales_pass({
+const RegisterTransform track_scales_pass{
     "track_scales",
     "Inserts plumb::track after every floating-point tensor; without a tracker they only hand their tensors on.",
     {},
-    [](GraphModule& module, const PassOptions&, std::vector<std::string>* lines) {
-      Report report("track_scales");
+    [](GraphModule& module, const PassOptions&, Report& report) {
       int64_t slots = 0;
-      const bool changed = insert_tracking(module, 0, [&](bool) { return slots++; }, report);
-      if (lines) *lines = report.lines();
-      return changed;
+      return insert_tracking(module, 0, [&](bool) { return slots++; }, report);
     },
-});
+};
 
 }  // namespace
 
@@ -79,10 +76,9 @@ std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModul
                                                 const MetricsOptions& options) {
   auto result = derive(*module);
   if (!result->tracker) result->tracker = ScaleTracker::create(options);
-  Report report("track_scales");
-  run_checked("track_scales", [&] { return track_scales(*result, *result->tracker, &report); }, *result);
-  result->reports.push_back(std::move(report));
-  return result;
+  return transformed(result, "track_scales", [](TransformedModule& made, Report& report) {
+    return track_scales(made, *made.tracker, &report);
+  });
 }
 
 ScalesGraph scales_graph(const TransformedModule& module) {

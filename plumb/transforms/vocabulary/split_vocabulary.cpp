@@ -243,17 +243,14 @@ bool split(GraphModule& module, int parts, Report& report) {
   return Divider(module, parts, report).run();
 }
 
-const RegisterPass split_vocabulary_pass({
+const RegisterTransform split_vocabulary_pass{
     "split_vocabulary",
     "Divides a head and its cross entropy by words, so that a pipeline can spread them over its ranks.",
     {{"parts", "2", "how many; as many as ranks"}},
-    [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
-      Report report("split_vocabulary");
-      const bool changed = split(module, static_cast<int>(number_option(given, "parts", 2)), report);
-      if (lines) *lines = report.lines();
-      return changed;
+    [](GraphModule& module, const PassOptions& given, Report& report) {
+      return split(module, static_cast<int>(number_option(given, "parts", 2)), report);
     },
-});
+};
 
 // Rows of a parameter: "head.weight[0:1000]".
 struct Rows {
@@ -277,11 +274,8 @@ std::optional<Rows> part_named(const std::string& text) {
 }  // namespace
 
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts) {
-  auto result = derive(*module);
-  Report report("split_vocabulary");
-  run_checked("split_vocabulary", [&] { return split(*result, parts, report); }, *result);
-  result->reports.push_back(std::move(report));
-  return result;
+  return transformed(derive(*module), "split_vocabulary",
+                     [parts](GraphModule& made, Report& report) { return split(made, parts, report); });
 }
 
 State join_vocabulary(const State& state) {
