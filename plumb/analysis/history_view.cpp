@@ -1,12 +1,14 @@
 #include "plumb/analysis/history_view.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <unordered_map>
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/names.h"
+#include "plumb/recording/history_format.h"
 
 namespace plumb {
 namespace {
@@ -29,11 +31,6 @@ bool of_parts(const HistoryView& view) {
   });
 }
 
-constexpr double TensorMetrics::*kReals[] = {&TensorMetrics::mean_abs, &TensorMetrics::abs_mean, &TensorMetrics::std,
-                                             &TensorMetrics::abs_max, &TensorMetrics::abs_min};
-constexpr int64_t TensorMetrics::*kCounts[] = {&TensorMetrics::numel, &TensorMetrics::nan_count,
-                                               &TensorMetrics::inf_count, &TensorMetrics::zero_count};
-
 struct FormatLoss {
   double under = 0, digits = 0, over = 0;
   bool bad = false;  // NaN or infinities: worse than any loss
@@ -48,12 +45,13 @@ FormatLoss loss_of(const TensorMetrics& m, const FPFormat& format) {
 
 // Returns the measured statistics; a share of the format only if everything it is computed from was measured.
 ScaleStats stats_of(const HistoryRow& row, const FPFormat* format) {
-  TensorMetrics m = row.data.full();
-  for (size_t i = 0; i < 5; ++i) m.*kReals[i] = row.value({static_cast<StatisticKind>(i)});
-  for (size_t i = 0; i < 4; ++i) {
-    if (!row.has({static_cast<StatisticKind>(5 + i)})) m.*kCounts[i] = 0;
-  }
-  return scale_stats(m, format && row.has({StatisticKind::Underflow, *format}) ? format : nullptr);
+  Metrics::Data data = row.data;
+  const auto lacks = [&](size_t kind) { return !row.has({static_cast<StatisticKind>(kind)}); };
+  for (size_t i = 0; i < 5; ++i)
+    if (lacks(i)) data.*history_format::kReals[i] = NAN;
+  for (size_t i = 0; i < 4; ++i)
+    if (lacks(5 + i)) data.*history_format::kCounts[i] = 0;
+  return scale_stats(data.full(), format && row.has({StatisticKind::Underflow, *format}) ? format : nullptr);
 }
 
 // A tensor or its gradient against its role's format.

@@ -66,37 +66,23 @@ Numbers join_tensors(std::vector<History>& ranks, History& out) {
   return numbers;
 }
 
-void join_steps(std::vector<History>& ranks, const Numbers& numbers, History& out) {
-  std::map<int64_t, HistoryStep> steps;
+// Joins the records of each step: HistoryStep and its rows, or HistoryHashes and its hashes.
+template <class Step, class Row>
+void join_steps(std::vector<History>& ranks, const Numbers& numbers, std::vector<Step> History::*steps,
+                std::vector<Row> Step::*rows, History& out) {
+  std::map<int64_t, Step> whole;
   for (size_t r = 0; r < ranks.size(); ++r) {
-    for (HistoryStep& step : ranks[r].steps) {
-      HistoryStep& whole = steps.try_emplace(step.step, HistoryStep{step.step, {}}).first->second;
-      for (HistoryRow& row : step.rows) {
+    for (Step& step : ranks[r].*steps) {
+      Step& all = whole.try_emplace(step.step, Step{step.step, {}}).first->second;
+      for (Row& row : step.*rows) {
         row.tensor = numbers[r][row.tensor];
-        whole.rows.push_back(std::move(row));
+        (all.*rows).push_back(std::move(row));
       }
     }
   }
-  for (auto& [number, step] : steps) {
-    std::ranges::stable_sort(step.rows, {}, [](const HistoryRow& r) { return std::pair(r.tensor, r.backward); });
-    out.steps.push_back(std::move(step));
-  }
-}
-
-void join_hashes(std::vector<History>& ranks, const Numbers& numbers, History& out) {
-  std::map<int64_t, HistoryHashes> steps;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    for (HistoryHashes& step : ranks[r].hashes) {
-      auto& whole = steps.try_emplace(step.step, HistoryHashes{step.step, {}}).first->second.hashes;
-      for (HistoryHash& hash : step.hashes) {
-        hash.tensor = numbers[r][hash.tensor];
-        whole.push_back(hash);
-      }
-    }
-  }
-  for (auto& [number, step] : steps) {
-    std::ranges::stable_sort(step.hashes, {}, [](const HistoryHash& h) { return std::pair(h.tensor, h.backward); });
-    out.hashes.push_back(std::move(step));
+  for (auto& [number, step] : whole) {
+    std::ranges::stable_sort(step.*rows, {}, [](const Row& row) { return std::pair(row.tensor, row.backward); });
+    (out.*steps).push_back(std::move(step));
   }
 }
 
@@ -156,8 +142,8 @@ std::string HistoryTensor::part() const {
 History merge_histories(std::vector<History> ranks) {
   History out;
   const Numbers numbers = join_tensors(ranks, out);
-  join_steps(ranks, numbers, out);
-  join_hashes(ranks, numbers, out);
+  join_steps(ranks, numbers, &History::steps, &HistoryStep::rows, out);
+  join_steps(ranks, numbers, &History::hashes, &HistoryHashes::hashes, out);
   join_scalars(ranks, out);
   join_events(ranks, numbers, out);
   std::set<std::vector<std::string>> seen;
