@@ -4,36 +4,28 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <string>
 
+#include "plumb/core/folder_testing.h"
 #include "plumb/core/output_file.h"
 
 namespace plumb {
 
 namespace fs = std::filesystem;
 
-inline std::string read(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
+using folder_testing::slurp;
 
 // A real browser opens pages.
-class Browser : public ::testing::Test {
+class Browser : public FolderTest {
  protected:
   void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "plumb_report_XXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    folder_ = name;
+    FolderTest::SetUp();
     for (const char* each : {"chromium", "chromium-browser", "google-chrome"}) {
       if (program_.empty() && std::system(("command -v " + std::string(each) + " >/dev/null").c_str()) == 0)
         program_ = each;
     }
     ASSERT_FALSE(program_.empty()) << "no chromium here: run `make setup`";
   }
-  void TearDown() override { fs::remove_all(folder_); }
 
   // Returns the standard output of the browser with these options on the page; it must end by itself, well.
   std::string open(const std::string& page, const std::string& options) {
@@ -45,11 +37,10 @@ class Browser : public ::testing::Test {
                                     folder_.string() + "/user' " + options + " file://" +
                                     quoted.substr(1, quoted.size() - 2) + " >out 2>log")
                                        .c_str());
-    EXPECT_EQ(status, 0) << read(folder_ / "log");
-    return read(folder_ / "out");
+    EXPECT_EQ(status, 0) << slurp(folder_ / "log");
+    return slurp(folder_ / "out");
   }
 
-  fs::path folder_;
   std::string program_;
 };
 

@@ -5,7 +5,7 @@
 
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
-#include "plumb/checkpoint/folder_testing.h"
+#include "plumb/core/folder_testing.h"
 
 namespace plumb {
 

@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
+#include "plumb/core/folder_testing.h"
 #include "plumb/exported/programs_testing.h"
 #include "plumb/tensors/parameter_tag.h"
 #include "tests/message_of.h"

@@ -5,8 +5,8 @@
 
 #include <filesystem>
 
-#include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
+#include "plumb/core/folder_testing.h"
 #include "plumb/exported/programs_testing.h"
 #include "tests/fuzz/mutate.h"
 #include "tests/message_of.h"

@@ -11,27 +11,18 @@
 #include <fstream>
 #include <memory>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "plumb/core/folder_testing.h"
 #include "plumb/exported/tensor_files/pickle_file.h"
 
 namespace plumb::testing {
 
 namespace fs = std::filesystem;
 
-inline std::string slurp(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
-inline void spill(const fs::path& path, const std::string& bytes) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-}
+using folder_testing::slurp;
+using folder_testing::spill;
 
 inline const fs::path& programs_script() {
   static const fs::path path = fs::path(PLUMB_SOURCE_DIR) / "plumb/exported/testdata/make_programs.py";
