@@ -359,6 +359,4 @@ std::vector<IValue> Plan::run(std::vector<IValue> inputs) const {
   return impl_->run(std::move(inputs));
 }
 
-size_t Plan::num_inputs() const { return impl_->inputs.size(); }
-
 }  // namespace plumb

@@ -4,7 +4,6 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -24,8 +23,6 @@ class Plan {
   // Flat inputs in placeholder order -> flat outputs. An operator's exception comes back as an Error that names the
   // node, its module path and source line.
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;
-
-  size_t num_inputs() const;
 
  private:
   struct Impl;

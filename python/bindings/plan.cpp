@@ -76,7 +76,6 @@ Register plan_part([](py::module_& m) {
       .def("save",
            [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); });
   m.def("read_plan", &read_plan, py::arg("path"));
-  m.def("parse_plan", &parse_plan, py::arg("text"), py::arg("where") = "");
   py::class_<PythonPlanned>(m, "PlannedModel", "Every schedule that was compared for a model.")
       .def_property_readonly("rows",
                              [](const PythonPlanned& p) {
