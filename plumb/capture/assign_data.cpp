@@ -5,7 +5,6 @@
 
 #include "plumb/capture/session.h"
 #include "plumb/operators/dispatch_keys.h"
-#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {

@@ -10,7 +10,6 @@
 #include <optional>
 #include <type_traits>
 #include <unordered_set>
-#include <vector>
 
 namespace plumb {
 namespace {

@@ -5,7 +5,6 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
-#include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 
 namespace plumb::cli {

@@ -8,7 +8,6 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/history.h"
 #include "plumb/cli/progress.h"
-#include "plumb/core/error.h"
 #include "plumb/numerics/format.h"
 #include "plumb/transforms/track/track_scales.h"
 

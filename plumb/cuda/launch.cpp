@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <future>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <unordered_map>

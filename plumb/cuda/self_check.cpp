@@ -9,7 +9,6 @@
 #include <mutex>
 #include <sstream>
 
-#include "plumb/core/error.h"
 #include "plumb/cuda/launch.h"
 
 namespace plumb::cuda {

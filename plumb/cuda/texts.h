@@ -1,8 +1,6 @@
 // The texts of this room's kernels and of the headers that they include, as strings of the library (room.cmake).
 #pragma once
 
-#include <string>
-#include <string_view>
 #include <vector>
 
 namespace plumb::cuda {

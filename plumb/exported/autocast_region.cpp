@@ -1,7 +1,6 @@
 // Autocast regions become the casts that autocast would have made.
 #include <ATen/autocast_mode.h>
 
-#include "plumb/core/error.h"
 #include "plumb/exported/infer_types.h"
 #include "plumb/exported/node_reader.h"
 

@@ -1,7 +1,6 @@
 // Reads the nodes of a program's graph into the IR.
 #pragma once
 
-#include <map>
 #include <optional>
 #include <string>
 #include <unordered_map>

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <map>
-#include <optional>
 #include <string>
 
 #include "plumb/exported/json_doc.h"

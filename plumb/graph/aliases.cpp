@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <numeric>
 #include <set>
 
 #include "plumb/core/error.h"

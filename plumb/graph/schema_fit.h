@@ -3,8 +3,6 @@
 
 #include <ATen/core/function_schema.h>
 
-#include <string>
-
 #include "plumb/graph/arg.h"
 
 namespace plumb {

@@ -4,7 +4,6 @@
 // in quantise.h moves each value to one of the format's.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <string_view>
 

@@ -3,7 +3,6 @@
 
 #include <ATen/Parallel.h>
 
-#include <memory>
 #include <vector>
 
 #include "plumb/numerics/kernels.h"

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cctype>
 #include <map>
-#include <set>
 
 #include "plumb/core/str.h"
 #include "plumb/operators/operator_facts.h"

@@ -10,7 +10,6 @@
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/assign.h"
-#include "plumb/partition/pipe_split.h"
 #include "plumb/tensors/parameter_tag.h"
 #include "plumb/transforms/operands.h"
 

@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 
-#include "plumb/core/error.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"

@@ -1,6 +1,5 @@
 // torch's CSV form of a time table.
 #include <algorithm>
-#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"

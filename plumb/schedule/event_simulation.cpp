@@ -1,8 +1,6 @@
 #include "plumb/schedule/event_simulation.h"
 
 #include <algorithm>
-#include <limits>
-#include <string>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"

@@ -1,7 +1,6 @@
 // Makes and times tables fast enough for a search. Inside of joint_search().
 #pragma once
 
-#include <cstdint>
 #include <limits>
 #include <vector>
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"

@@ -1,7 +1,6 @@
 // A pipeline's time table: for every rank the actions it runs, in order, and which rank holds which stage.
 #pragma once
 
-#include <iosfwd>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <queue>
 #include <random>
-#include <string>
 #include <utility>
 
 #include "plumb/core/error.h"

@@ -1,9 +1,7 @@
 #include "plumb/schedule/simulate.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
-#include <string>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/stage_io.h"

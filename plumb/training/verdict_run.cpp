@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
 #include "plumb/analysis/verdict_page.h"
 #include "plumb/core/output_file.h"
 #include "plumb/training/usage.h"

@@ -6,7 +6,6 @@
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/lower.h"
-#include "plumb/schedule/render.h"
 #include "plumb/schedule/search.h"
 #include "plumb/schedule/simulate.h"
 

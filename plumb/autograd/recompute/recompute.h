@@ -27,7 +27,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 namespace torch::autograd {
 struct Node;

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 
 #include <bit>
-#include <cstring>
 #include <deque>
 #include <unordered_map>
 #include <vector>

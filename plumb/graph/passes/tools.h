@@ -1,9 +1,7 @@
 // Helpers that every pass needs: options as values.
 #pragma once
 
-#include <functional>
 #include <string_view>
-#include <vector>
 
 #include "plumb/graph/pass.h"
 

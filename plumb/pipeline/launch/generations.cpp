@@ -8,7 +8,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/pipeline/transport/listen.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"

@@ -11,7 +11,6 @@
 #include <condition_variable>
 #include <exception>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <set>
 #include <string>

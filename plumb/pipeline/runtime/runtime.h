@@ -19,7 +19,6 @@
 #include <string>
 #include <vector>
 
-#include "plumb/partition/wire.h"
 #include "plumb/pipeline/runtime/microbatch.h"
 #include "plumb/pipeline/runtime/stage.h"
 #include "plumb/pipeline/runtime/step_driver.h"

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>

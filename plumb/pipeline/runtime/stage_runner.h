@@ -10,7 +10,6 @@
 #include <set>
 #include <vector>
 
-#include "plumb/core/str.h"
 #include "plumb/pipeline/runtime/gradients.h"
 #include "plumb/pipeline/runtime/group_buffers.h"
 #include "plumb/pipeline/runtime/run_plan.h"

@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
-#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/schedule/check.h"

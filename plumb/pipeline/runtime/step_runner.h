@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "plumb/core/str.h"
 #include "plumb/pipeline/runtime/action_runner.h"
 #include "plumb/pipeline/runtime/replicas.h"
 #include "plumb/pipeline/runtime/shared_parameters.h"

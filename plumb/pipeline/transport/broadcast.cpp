@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <cstring>
-
 #include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"

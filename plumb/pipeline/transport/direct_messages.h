@@ -13,7 +13,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>

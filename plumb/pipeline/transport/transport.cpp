@@ -9,7 +9,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/describe.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"
 #include "plumb/pipeline/transport/transport_state.h"

@@ -9,7 +9,6 @@
 #include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport/transport_state.h"
 
 namespace plumb {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "plumb/analysis/adapters.h"
-#include "plumb/core/number_text.h"
 #include "plumb/core/table.h"
 
 namespace plumb {

@@ -1,7 +1,6 @@
 // Linear equations between the logarithms of factors: products of factors that must be equal. Not for other rooms.
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <utility>
 #include <vector>

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "plumb/graph/schema_fit.h"
 #include "plumb/operators/operator_facts.h"

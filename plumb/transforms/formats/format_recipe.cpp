@@ -10,7 +10,6 @@
 #include "plumb/core/join.h"
 #include "plumb/core/toml_text.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/passes/tools.h"
 #include "plumb/numerics/format.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8_recipes.h"

@@ -31,7 +31,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "plumb/transforms/module.h"

@@ -14,7 +14,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
 #include "plumb/transforms/module.h"
 
