@@ -7,7 +7,7 @@ import math
 import os
 import random
 import re
-from typing import TYPE_CHECKING, Any, Iterable, List, Optional, Sequence, Tuple, Union, overload
+from typing import TYPE_CHECKING, Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from typing_extensions import TypeVar
 
     class OwnAxes(Axes):
         """Axes that fill a figure of their own."""
 
         figure: Figure
+
+    AnyAxes = TypeVar("AnyAxes", bound=Axes, default=OwnAxes)
 
 logger = logging.getLogger(__name__)
 
@@ -231,35 +234,6 @@ def _draw_legend(axes: "Axes", nodes: Sequence[Node], directions: Sequence[str])
         axes.legend(handles=handles, loc="upper right")
 
 
-@overload
-def plot(
-    g: Graph,
-    title: str = ...,
-    metric: str = ...,
-    prune_same_scale: bool = ...,
-    show_arrows: bool = ...,
-    show_error_bars: bool = ...,
-    show_zero_tensors: bool = ...,
-    xmin: Optional[float] = ...,
-    xmax: Optional[float] = ...,
-    formats: Sequence[Union[str, FPFormat]] = ...,
-    ax: None = None,
-) -> "OwnAxes": ...
-@overload
-def plot(
-    g: Graph,
-    title: str = ...,
-    metric: str = ...,
-    prune_same_scale: bool = ...,
-    show_arrows: bool = ...,
-    show_error_bars: bool = ...,
-    show_zero_tensors: bool = ...,
-    xmin: Optional[float] = ...,
-    xmax: Optional[float] = ...,
-    formats: Sequence[Union[str, FPFormat]] = ...,
-    *,
-    ax: "Axes",
-) -> "Axes": ...
 def plot(
     g: Graph,
     title: str = "",
@@ -271,8 +245,8 @@ def plot(
     xmin: Optional[float] = None,
     xmax: Optional[float] = None,
     formats: Sequence[Union[str, FPFormat]] = _FORMATS,
-    ax: Optional["Axes"] = None,
-) -> "Axes":
+    ax: Optional["AnyAxes"] = None,
+) -> "AnyAxes":
     """Draws the scales of all tensors of ``track_scales(module).scales_graph()``, a row each, forward and backward.
 
     Args:
