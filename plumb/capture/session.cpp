@@ -12,8 +12,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 #include "plumb/capture/fake_result.h"
 #include "plumb/operators/dispatch_keys.h"
 #include "plumb/operators/operator_facts.h"
@@ -29,13 +27,9 @@ bool is_wrapper(const at::Tensor& t) {
                          t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper));
 }
 
-// Inside torch.func.grad and jvp the result is a wrapper, whatever the operator takes.
-bool makes_wrappers() {
-  const auto& layers = at::functorch::getDynamicLayerStack();
-  return std::any_of(layers.begin(), layers.end(), [](const at::functorch::DynamicLayer& layer) {
-    return layer.key() == at::functorch::TransformType::Grad || layer.key() == at::functorch::TransformType::Jvp;
-  });
-}
+// Inside torch.func.grad and jvp the result is a wrapper, whatever the operator takes. A rule of vmap calls operators
+// on plain tensors, and each call comes back once more below the last layer: recorded twice, it would write twice.
+bool inside_layers() { return !at::functorch::getDynamicLayerStack().empty(); }
 
 bool works_on_wrappers(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   for (const c10::IValue& v : torch::jit::last(stack, op.schema().arguments().size())) {
@@ -238,7 +232,7 @@ struct Session::Call {
 
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // Inside vmap or torch.func.grad the operator works on wrappers; its calls on plain tensors come back here.
-  if (works_on_wrappers(op, *stack) || makes_wrappers()) {
+  if (works_on_wrappers(op, *stack) || inside_layers()) {
     const auto leave = c10::make_scope_exit([this, outer = inside_torch_func_] { inside_torch_func_ = outer; });
     inside_torch_func_ = true;
     // Those that a composite makes on the way are seen only from here.

@@ -31,6 +31,28 @@ TORCH_FUNC = {
 }
 
 
+def in_place(row):
+    row = row.clone().mul_(3)
+    row[1:] += row[:-1].clone()
+    return row.clamp_(max=2)
+
+
+ROWS = {
+    "layer": lambda m, x: torch.vmap(m.layer)(x),
+    "sum": lambda m, x: torch.vmap(lambda row: m.layer(row).sum())(x),
+    "written": lambda m, x: torch.vmap(in_place)(m.layer(x)),
+    "rows of rows": lambda m, x: torch.vmap(torch.vmap(lambda value: value.clone().mul_(3)))(m.layer(x)),
+    "constants": lambda m, x: torch.vmap(lambda row: m.layer(row) * torch.zeros(4).add_(2))(x),
+    "random": lambda m, x: torch.vmap(lambda row: m.layer(row) + torch.rand(4), randomness="different")(x),
+    "gradients": lambda m, x: torch.vmap(torch.func.grad(lambda row: in_place(m.layer(row)).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_operators_inside_of_vmap_are_recorded_once(name):
+    check(Net(ROWS[name]), torch.randn(3, 4))
+
+
 @pytest.mark.parametrize("name", TORCH_FUNC)
 def test_derivatives_by_torch_func_are_part_of_the_graph(name):
     check(Net(TORCH_FUNC[name]), torch.randn(3, 4))
