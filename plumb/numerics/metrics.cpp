@@ -192,9 +192,10 @@ MetricsSum::~MetricsSum() = default;
 MetricsSum::MetricsSum(MetricsSum&&) noexcept = default;
 MetricsSum& MetricsSum::operator=(MetricsSum&&) noexcept = default;
 
-void MetricsSum::add(const at::Tensor& x) {
-  check_measurable(x);
+void MetricsSum::add(const at::Tensor& given) {
+  check_measurable(given);
   at::NoGradGuard no_grad;
+  const at::Tensor x = given._is_zerotensor() ? given.clone() : given;  // torch's zero tensors have no memory
   if (x.is_cpu())
     measure_any(x, state_->partial, state_->options);
   else

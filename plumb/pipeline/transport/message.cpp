@@ -405,7 +405,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
   for (const auto& v : values) {
     if (!v.tensor.defined() || is_direct(v, direct)) continue;
     const at::Tensor t = on_the_wire(v);
-    if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
+    if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg() && !t._is_zerotensor()) {
       put(t.const_data_ptr(), t.nbytes());
     } else {
       if (t.numel() > 0)
