@@ -77,7 +77,7 @@ void refuse_unwritten_reads(const Graph& graph) {
         for (const Value* r : node->results()) base.emplace(r, root);
         continue;
       }
-      if (is_unread(*node, v)) continue;
+      if (looks_at_shape_only(*node) || is_unread(*node, v)) continue;
       throw Error(ErrorKind::Capture,
                   node->describe() +
                       " reads memory made by torch.empty that no operator has written: it was filled outside of "

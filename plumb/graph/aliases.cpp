@@ -204,6 +204,13 @@ void collect_values(const Arg& arg, std::vector<Value*>& out) {
   }
 }
 
+bool looks_at_shape_only(const Node& node) {
+  if (!node.is_call()) return false;
+  const std::string_view name = node.op_name();
+  return name.ends_with("_like") || name.starts_with("aten::new_") || name == "aten::size" ||
+         name == "aten::sym_size" || node.target() == "aten::bernoulli.p";
+}
+
 bool is_uninitialised(const Node& node) { return node.is_call() && operator_facts(node.target()).uninitialised; }
 
 GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const State* state) : aliases_(aliases) {

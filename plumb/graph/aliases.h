@@ -72,6 +72,8 @@ void collect_values(const Arg& arg, std::vector<Value*>& out);
 
 // True for operators whose result is not a function of their arguments: uninitialized memory.
 bool is_uninitialised(const Node& node);
+// Returns whether the node takes the sizes, the dtype or the device of its inputs and no value of theirs.
+bool looks_at_shape_only(const Node& node);
 
 // Which values may carry a gradient back to an input or parameter. Floating inputs always may.
 class GradientFlow {

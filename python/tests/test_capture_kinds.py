@@ -107,6 +107,16 @@ def test_memory_that_a_product_is_told_not_to_read_need_not_be_written():
     assert "torch.empty" in refusal(lambda x: torch.baddbmm(torch.empty(2, 3, 3), x, x.mT), torch.randn(2, 3, 4))
 
 
+def test_memory_that_nobody_wrote_may_be_asked_for_its_shape():
+    def shaped(m, x):
+        like = torch.empty(3, 4)
+        return m.layer(x) * torch.rand_like(like) + torch.zeros_like(like) + like.new_ones(4) * torch.bernoulli(like, 0.5)
+
+    check(Net(shaped), torch.randn(3, 4))
+    dropout = Net(lambda m, x: torch.vmap(lambda row: F.dropout(m.layer(row), 0.5), randomness="different")(x))
+    check(dropout, torch.randn(3, 4))
+
+
 def test_what_is_written_through_data_gives_the_buffer_no_gradient():
     def moving(m, x):
         y = m.layer(x)

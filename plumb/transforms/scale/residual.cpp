@@ -19,14 +19,10 @@
 #include <bit>
 #include <cstdint>
 
+#include "plumb/graph/aliases.h"
+
 namespace plumb {
 namespace {
-
-bool looks_at_shape_only(const Node* node) {
-  if (!node->is_call()) return false;
-  const std::string_view name = node->op_name();
-  return name.ends_with("_like") || name.starts_with("aten::new_") || name == "aten::size" || name == "aten::sym_size";
-}
 
 // The graph as arrays: vertex v is the v-th value, in graph order.
 struct Arrays {
@@ -44,7 +40,7 @@ struct Arrays {
     for (const Node* node : graph.nodes()) {
       first_value.push_back(static_cast<uint32_t>(producer.size()));
       first_input.push_back(static_cast<uint32_t>(inputs.size()));
-      if (!looks_at_shape_only(node)) {
+      if (!looks_at_shape_only(*node)) {
         for (size_t i = 0; i < node->num_inputs(); ++i) inputs.push_back(vertex.at(node->input(i)));
       }
       for (size_t i = 0; i < node->num_results(); ++i) {
@@ -222,7 +218,7 @@ void ResidualFinder::note_users(const Group& group, uint64_t yes) {
     const Question& q = question(group, bit);
     for (auto& [user, innermost] : users_of_[q.from]) {
       if (user > end(q)) break;
-      if (!(back_[user] >> bit & 1) || looks_at_shape_only(arrays_.nodes[user])) continue;
+      if (!(back_[user] >> bit & 1) || looks_at_shape_only(*arrays_.nodes[user])) continue;
       // Questions are numbered in graph order: the innermost branch ends first. An add closes its own branch.
       const int64_t id = order_[group.begin + bit];
       if (innermost < 0 || id < innermost) innermost = id;
