@@ -80,9 +80,10 @@ class Printer {
   void show(const event::Group& e) { say(std::cerr, "# group " + e.group + ": " + join(e.parameters)); }
   void show(const event::OwnRates& e) { say(std::cout, "# learning rates: " + e.why); }
   void show(const event::Resumed& e) {
-    say(std::cout, e.steps == e.step ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
-                                                ": nothing is trained (more --steps go on, --no-resume begins anew)")
-                                     : c10::str("goes on after step ", e.step, " from ", e.folder));
+    say(std::cout, e.steps && *e.steps <= e.step
+                       ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
+                                  ": nothing is trained (more --steps go on, --no-resume begins anew)")
+                       : c10::str("goes on after step ", e.step, " from ", e.folder));
   }
   void show(const event::Stepped& e) {
     const std::string tail =
