@@ -174,6 +174,14 @@ TEST_F(Outputs, ThatNobodyReadsAnyMoreEndACommandQuietly) {
   }
 }
 
+TEST_F(Outputs, OfATrainingAreMadeBesideFoldersOfAnyName) {
+  shell("mkdir -p beside/x");
+  for (const char* option : {"--checkpoints", "--tensorboard", "--dump"}) {
+    const Ended run = plumb("train lm.pt2 --data tokens.bin --steps 1 " + std::string(option) + " beside/" + option);
+    EXPECT_EQ(run.code, 0) << run.err;
+  }
+}
+
 TEST_F(Outputs, SayThatARunWasFinishedAndThatADeviceIsNotThere) {
   const std::string run = "train lm.pt2 --data tokens.bin --steps 2 --checkpoints finished";
   ASSERT_EQ(plumb(run).code, 0);

@@ -51,7 +51,7 @@ void check_folder(const std::string& option, const std::string& path) {
   while (std::filesystem::symlink_status(folder, ignored).type() == std::filesystem::file_type::not_found) {
     folder = folder.has_parent_path() ? folder.parent_path() : ".";
   }
-  const std::string inside = (folder / "x").string();
+  const std::string inside = (folder / ".plumb.tried").string();
   try {
     const OutputFile probe(inside);
   } catch (const Error& e) {
