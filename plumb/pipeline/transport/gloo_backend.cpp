@@ -10,6 +10,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/pipeline/transport/listen.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"

@@ -6,7 +6,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport/process_group.h"
 
 namespace plumb {
@@ -18,13 +17,13 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 // "Read error [127.0.0.1]:61108: Connection reset by peer".
 std::string what_gloo_says(const std::exception& error);
 
-// Does `work`. What it throws becomes Error(Communication): `what`, and the first line of its text.
+// Does `work`. What it throws becomes Error(Communication): `what`, and Gloo's own words.
 template <class Work>
 std::invoke_result_t<Work> connecting(const std::string& what, const std::string& remedy, Work work) {
   try {
     return work();
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication, str(what, ": ", first_line(e.what())), "", remedy);
+    throw Error(ErrorKind::Communication, str(what, ": ", what_gloo_says(e)), "", remedy);
   }
 }
 
