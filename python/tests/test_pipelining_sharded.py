@@ -159,3 +159,38 @@ def test_tensor_parallel_stages_train_in_every_kind_of_schedule():
             for s, grads in of_stages.items():
                 for grad, parameter in zip(grads, alone[s].parameters(), strict=True):
                     torch.testing.assert_close(grad, parameter.grad)
+
+
+def straight_work(rank, size):
+    """Stages that return what a collective is still at work on, and then DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "pipe"))
+    index, group = rank % 2, mesh["pipe"].get_group()
+    x, target = batch(16)
+    found = []
+    for local in (True, False):
+        torch.manual_seed(index)
+        module = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+        parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=local)})
+        schedule = get_schedule_class("1F1B")(PipelineStage(module, index, 2, "cpu", group=group), MICROBATCHES, MSE)
+        try:
+            schedule.step(*([x] if index == 0 else []), target=target if index == 1 else None)
+            found.append(gradients(module))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_stages_may_return_what_a_collective_is_at_work_on_and_dtensors_are_refused():
+    x, target = batch(16)
+    alone = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        alone.append(nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8)))
+    accumulate(alone, x, target, MICROBATCHES)
+    for rank, (grads, refused) in enumerate(ranks.run(straight_work, 4)):
+        for grad, parameter in zip(grads, alone[rank % 2].parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)
+        assert "value 0 of 0SEND_F0" in refused and "DTensor" in refused, refused

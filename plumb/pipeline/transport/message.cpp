@@ -333,10 +333,30 @@ std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_s
   return bytes;
 }
 
-void check_sendable(const MessageId& id, const std::vector<MessageValue>& values) {
+namespace {
+
+// Subclasses of Python's may keep their values in other tensors.
+bool has_own_memory(const at::Tensor& t) {
+  if (!t.key_set().has(c10::DispatchKey::Python) || t.numel() == 0) return true;
+  return t.has_storage() && t.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
+}
+
+}  // namespace
+
+std::vector<MessageValue> sendable(const MessageId& id, std::vector<MessageValue> values) {
   for (size_t i = 0; i < values.size(); i++) {
-    const auto& t = values[i].tensor;
+    auto& t = values[i].tensor;
     if (!t.defined()) continue;
+    if (!has_own_memory(t)) {
+      const at::NoGradGuard no_grad;
+      t = t.detach().clone();  // a plain tensor if the values are merely on their way (AsyncCollectiveTensor)
+    }
+    if (!has_own_memory(t)) {
+      throw Error(ErrorKind::Unsupported,
+                  str("value ", i, " of ", to_string(id), " is ", describe(t),
+                      " of a class of Python's whose values are in other tensors (DTensor and the like)"),
+                  "", "return plain tensors from a stage: value.to_local()");
+    }
     if (t.layout() != at::kStrided || t.is_quantized() || t.is_meta() || t.is_nested()) {
       throw Error(ErrorKind::Unsupported,
                   str("value ", i, " of ", to_string(id), " is ", describe(t),
@@ -344,6 +364,7 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
                   "", "make it dense before the stage's end");
     }
   }
+  return values;
 }
 
 std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c10::Device device) {

@@ -112,7 +112,7 @@ inline constexpr int kSizeClasses = 512;
 using DirectDevice = std::optional<c10::DeviceType>;
 std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0, DirectDevice direct = {});
 // Writes the message to `to`, which has room. `prologue` is completed and sealed. The values have passed
-// check_sendable().
+// sendable().
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {},
                    DirectDevice direct = {});
 // Returns the tensors that follow the message, one tensor a direct value, on `device`: dense, values or their codes.
@@ -122,8 +122,9 @@ std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c
 std::vector<at::Tensor> make_direct_values(const at::Tensor& buffer, c10::Device device);
 // Returns the bytes of a dense tensor, in the order in which they lie in memory: what a backend sends or receives.
 at::Tensor bytes_of(const at::Tensor& dense);
-// Throws Error(Unsupported) naming the value, for a tensor without plain memory (sparse, quantized, nested, meta).
-void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
+// Returns the values in plain memory: copies of those that torch's collectives have not finished yet. Throws
+// Error(Unsupported) naming the value, for a tensor without such memory (sparse, quantized, nested, meta, DTensor).
+std::vector<MessageValue> sendable(const MessageId& id, std::vector<MessageValue> values);
 
 struct Message {
   std::vector<MessageValue> values;

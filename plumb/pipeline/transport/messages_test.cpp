@@ -239,7 +239,7 @@ TEST(Message, BuffersHaveOneOfAFewSizes) {
 }
 
 TEST(Message, RefusesTensorsWithoutPlainMemory) {
-  EXPECT_THAT(message_of([] { wire::check_sendable({MessageKind::Activation, 0, 1, 2}, {{at::eye(3).to_sparse()}}); }),
+  EXPECT_THAT(message_of([] { wire::sendable({MessageKind::Activation, 0, 1, 2}, {{at::eye(3).to_sparse()}}); }),
               HasSubstr("value 0 of 0SEND_F2"));
 }
 

@@ -270,14 +270,14 @@ void Transport::begin_step(const MessagePlan& plan) {
   }
 }
 
-void Transport::send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes) {
+void Transport::send(int index, const std::vector<MessageValue>& given, at::IntArrayRef sizes) {
   auto& s = *state_;
   const auto& m = s.plan->sends.at(index);
   auto& out = s.outgoing[m.peer];
   if (out.num_sent >= out.order.size() || out.order[out.num_sent] != index) {
     throw Error(ErrorKind::Internal, to_string(m.id) + " is sent out of turn");
   }
-  wire::check_sendable(m.id, values);
+  const auto values = wire::sendable(m.id, given);
   auto& route = *s.send_routes[index];
   Prologue p;
   p.kind = m.id.kind;

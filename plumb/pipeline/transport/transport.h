@@ -73,8 +73,8 @@ class Transport {
 
   // Begins a step and posts its first receives. The plan must live until end_step().
   void begin_step(const MessagePlan& plan);
-  // Sends message `index` of the plan: copies the values and returns. `sizes`: packed ones of the microbatch.
-  void send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
+  // Sends message `index` of the plan: copies the given values and returns. `sizes`: packed ones of the microbatch.
+  void send(int index, const std::vector<MessageValue>& given, at::IntArrayRef sizes = {});
   // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3"). Throws
   // Error(Communication) that names both ranks, the message and what is wrong with it if its values are not `agreed`.
   // `codes`: the format of values that come as codes.
