@@ -4,7 +4,7 @@ import pytest
 import ranks
 import torch
 from pipelines import MSE, accumulate, batch, same
-from plumb.pipelining import PipelineStage
+from plumb.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
 
@@ -194,3 +194,60 @@ def test_stages_may_return_what_a_collective_is_at_work_on_and_dtensors_are_refu
         for grad, parameter in zip(grads, alone[rank % 2].parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad)
         assert "value 0 of 0SEND_F0" in refused and "DTensor" in refused, refused
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
+
+
+def tied_work(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+    replica, index = divmod(rank, 2)
+    x, target = batch(16)
+    half = slice(8 * replica, 8 * replica + 8)
+    found = []
+    for how in ("replicated", "compiled", "sharded"):
+        model = Tied()
+        pipe = pipeline(model, (x[:2],), split_spec={"last": SplitPoint.BEGINNING})
+        module = pipe.get_stage_module(index)
+        if how == "sharded":
+            module = fully_shard(module, mesh=mesh["replica"])
+        else:
+            module = torch.compile(module, backend="eager") if how == "compiled" else module
+            module = DistributedDataParallel(module, process_group=mesh["replica"].get_group())
+        schedule = get_schedule_class("1F1B")(
+            build_stage(module, index, pipe.info(), torch.device("cpu"), mesh["pipe"].get_group()), MICROBATCHES, MSE
+        )
+        try:
+            schedule.step(*([x[half]] if index == 0 else []), target=target[half] if index == 1 else None)
+            state = schedule.gather_stage_states()
+            pipe.merge_state_dict(state)
+            found.append({name: p.grad for name, p in pipe.get_stage_module(index).named_parameters()})
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_cut_stages_that_share_weights_are_replicated_and_compiled_and_not_sharded():
+    x, target = batch(16)
+    models = [Tied(), Tied()]
+    for model, inputs, targets in zip(models, x.chunk(2), target.chunk(2)):
+        accumulate([model], inputs, targets, MICROBATCHES)
+    expected = {name: (p.grad + q.grad) / 2 for (name, p), q in zip(models[0].named_parameters(), models[1].parameters())}
+    for rank, (*replicated, refused) in enumerate(ranks.run(tied_work, 4)):
+        for found in replicated:
+            assert found.keys() == ({"first.weight", "last.bias"} if rank % 2 else expected.keys() - {"last.bias"})
+            for name, grad in found.items():
+                torch.testing.assert_close(grad, expected[name])
+        assert f"'first.weight' is used in stages [0, 1], and stage {rank % 2} has it sharded" in refused, refused

@@ -253,9 +253,13 @@ class _PipelineStageBase(ChunkSteps):
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(self.submod.named_parameters()) if isinstance(self.submod, torch.nn.Module) else []
 
+    def own_module(self) -> Any:
+        """Returns the module without what replicates it."""
+        return self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+
     def state_on_cpu(self) -> dict[str, torch.Tensor]:
         """The module's ``state_dict`` in plain tensors on the CPU. All ranks that share a sharded module must ask."""
-        module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        module = self.own_module()
         state = module.state_dict() if isinstance(module, torch.nn.Module) else {}
         return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu() for n, t in state.items()}
 
@@ -356,6 +360,29 @@ class _PipelineStage(_PipelineStageBase):
             getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
+
+    def own_module(self) -> Any:
+        """Returns the module as it was cut, without what replicates or compiles it."""
+        module = super().own_module()
+        while (inner := getattr(module, "_orig_mod", None)) is not None:
+            module = inner
+        return module
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        module = self.own_module()
+        return list(module.named_parameters()) if isinstance(module, torch.nn.Module) else []
+
+    def summed_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        summed, all_names = super().summed_parameters(), {name for name, _ in self.named_parameters()}
+        sharded = all_names - {name for name, _ in summed}
+        for copies in self.layout.replicated:
+            if copies.get(self.stage_index) in sharded:
+                raise Error(
+                    f"'{copies[self.stage_index]}' is used in stages {sorted(copies)}, and stage {self.stage_index} has it sharded",
+                    kind=ErrorKind.Unsupported,
+                    remedy="leave the module that holds it out of fully_shard, or replicate the stage by DistributedDataParallel",
+                )
+        return summed
 
     def graph_alone(self) -> Any:
         whole = type(self) is _PipelineStage and type(self.submod) is StageModule and not self._runtime_validate
