@@ -6,15 +6,15 @@ import pathlib
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
 from pipelines import LOOPED, MSE, SINGLE, Block, Nested, Scaled, V, Writes, accumulate, batch, blocks, same
 from plumb.pipelining import PipelineStage, ScheduleTable, TensorChunkSpec, build_stage
+from plumb.pipelining._utils import PipeInfo
 from plumb.pipelining.schedules import get_schedule_class
-from torch import nn
+from torch import fx, nn
 
 import plumb
 
@@ -203,7 +203,8 @@ class Joins(nn.Linear):
 
 
 # Two values of the first stage go to the third and the fourth, an input of the model to the fourth alone.
-SKIPS = SimpleNamespace(
+SKIPS = PipeInfo(
+    graph=fx.Graph(),
     num_stages=4,
     has_loss_and_backward=False,
     input_names=[("x", 0), ("gain", 0)],

@@ -112,7 +112,7 @@ class EngineStage:
 
     graph: Any = None  # in a step: the `_C.GraphStage` that the engine runs in place of `run`, if Python has no part in the forward
 
-    _first_names: list[str] | None = None  # of the parameters, when the engine asked for the first time
+    _first_names: list[str] | None = None  # names of the parameters when the engine asked first
 
     def __init__(self, stage: Any, stages: list | None = None):
         self._stage, self._stages = stage, stages or [stage]

@@ -88,9 +88,10 @@ class PipeInfo:
     def flat_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list:
         """Returns the flat inputs of a call of the model that may leave arguments out: None for what is not given. Raises `plumb.Error` for
         other arguments than the model was cut with: other names or structures, or other values of what is no tensor."""
-        given = dict(zip(self.positional, args))
         names = list(dict.fromkeys([*self.structures, *(name for name, _ in self.input_names)]))
-        if len(args) > len(self.positional) or (given | kwargs).keys() - set(names):
+        positional = self.positional or names
+        given = dict(zip(positional, args))
+        if len(args) > len(positional) or (given | kwargs).keys() - set(names):
             raise Error(
                 f"the model was cut with {names}, and got {list(given) + list(args[len(given) :])} by position and {list(kwargs)} by name",
                 kind=ErrorKind.StructureMismatch,
