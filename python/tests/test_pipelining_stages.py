@@ -131,6 +131,32 @@ def test_a_step_runs_the_graphs_of_cut_stages_without_python(monkeypatch):
     assert not schedule.step(x, target=x).any(), "a forward that was set is called"
 
 
+class Early(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        early = self.first(x)
+        return early, self.second(early)
+
+
+def test_outputs_of_an_earlier_stage_are_among_those_of_a_step():
+    torch.manual_seed(0)
+    model, x = Early(), torch.randn(4, 8)
+    pipe = pipeline(model, (x[:2],), split_spec={"second": BEGIN})
+    stages = [pipe.build_stage(s, torch.device(device.NAME)) for s in range(2)]
+    schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=lambda outputs, target: (outputs[0] - outputs[1] - target).pow(2).mean())
+    out = schedule.step(x, target=x)
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    parts = [model(part) for part in x.chunk(2)]
+    same(out, [torch.cat(values) for values in zip(*parts)])
+    for (early, late), part in zip(parts, x.chunk(2)):
+        ((early - late - part).pow(2).mean() / 2).backward()
+    same([p.grad for p in model.parameters()], grads)
+
+
 class Options(nn.Module):
     def __init__(self):
         super().__init__()
