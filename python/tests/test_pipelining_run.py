@@ -147,6 +147,22 @@ def test_stages_hand_on_nested_values_and_integers():
     assert out["scale"] == 0.5 and out["none"] is None and out["name"] == "it"
 
 
+class Returns(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return x, {"it": self.value}
+
+
+@pytest.mark.parametrize("value, name", [(object(), "builtins.object"), (1j, "builtins.complex"), ({(1, object()): 2}, "tuple")])
+def test_what_a_stage_cannot_hand_on_is_named(value, name):
+    schedule = schedule_for("Interleaved1F1B", [Returns(value), nn.Linear(8, 8)], 4)
+    with pytest.raises(plumb.Error, match=rf"(?s)0F0: a stage returns a {name}, which it cannot hand on.*try: return tensors"):
+        schedule.step(*batch()[:1], target=batch()[1])
+
+
 def test_keyword_arguments_reach_the_stages_that_take_them():
     modules = [Block(), Scaled(), Scaled()]
     reference = copy.deepcopy(modules)

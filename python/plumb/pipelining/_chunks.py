@@ -58,7 +58,13 @@ def pack(output) -> list[torch.Tensor | None]:
     try:
         text = json.dumps([pytree.treespec_dumps(spec), places])
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise Error(f"a stage cannot hand on {type(output).__name__} {places}: {error}") from None
+        odd = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, str, int, float, type(None)))]
+        what = f"a {type(odd[0]).__module__}.{type(odd[0]).__qualname__}" if odd else f"a {type(output).__qualname__}"
+        raise Error(
+            f"a stage returns {what}, which it cannot hand on to the next one: {error}",
+            kind=ErrorKind.Unsupported,
+            remedy="return tensors, numbers, texts and None, in tuples, lists and dicts; the next stage may have its own keyword argument",
+        ) from None
     structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return [None, structure, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
