@@ -1,6 +1,7 @@
 """Schedules at work in one process, bit for bit beside plain accumulation."""
 
 import copy
+import enum
 import gc
 import json
 import weakref
@@ -156,10 +157,14 @@ class Returns(nn.Module):
         return x, {"it": self.value}
 
 
-@pytest.mark.parametrize("value, name", [(object(), "builtins.object"), (1j, "builtins.complex"), ({(1, object()): 2}, "tuple")])
+class Kind(str, enum.Enum):
+    ONE = "one"
+
+
+@pytest.mark.parametrize("value, name", [(object(), "builtins.object"), (Kind.ONE, f"{__name__}.Kind"), ({(1, 2): 3}, "builtins.tuple of")])
 def test_what_a_stage_cannot_hand_on_is_named(value, name):
     schedule = schedule_for("Interleaved1F1B", [Returns(value), nn.Linear(8, 8)], 4)
-    with pytest.raises(plumb.Error, match=rf"(?s)0F0: a stage returns a {name}, which it cannot hand on.*try: return tensors"):
+    with pytest.raises(plumb.Error, match=rf"(?s)0F0: a stage returns a {name}.* that it cannot hand on.*try: return tensors"):
         schedule.step(*batch()[:1], target=batch()[1])
 
 

@@ -15,11 +15,13 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from .._trees import load_spec
+from .._trees import load_spec, unflatten
 from ._stage_module import Sizes, sizes_of
 from ._utils import InvalidSchedule, PipeliningMetadataError, is_of
 
 Values = list["torch.Tensor | None"]
+
+_PLAIN = (str, int, float, bool, type(None))  # what travels in a text beside the tensors; classes made of these would become them
 
 
 def detached(value: Any) -> Any:
@@ -55,16 +57,19 @@ def pack(output) -> list[torch.Tensor | None]:
         return list(output)
     leaves, spec = pytree.tree_flatten(output)
     places = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
+    odd = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN]
     try:
-        text = json.dumps([pytree.treespec_dumps(spec), places])
-    except (TypeError, ValueError, NotImplementedError) as error:
-        odd = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, str, int, float, type(None)))]
-        what = f"a {type(odd[0]).__module__}.{type(odd[0]).__qualname__}" if odd else f"a {type(output).__qualname__}"
+        shape = pytree.treespec_dumps(spec)
+        text = None if odd or load_spec(shape) != spec else json.dumps([shape, places])  # keys of a dict may have become others
+    except Exception:  # classes and keys that a text cannot say
+        text = None
+    if text is None:
+        what = type(odd[0]) if odd else type(output)
         raise Error(
-            f"a stage returns {what}, which it cannot hand on to the next one: {error}",
+            f"a stage returns a {what.__module__}.{what.__qualname__}{'' if odd else ' of a structure'} that it cannot hand on to the next one",
             kind=ErrorKind.Unsupported,
             remedy="return tensors, numbers, texts and None, in tuples, lists and dicts; the next stage may have its own keyword argument",
-        ) from None
+        )
     structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return [None, structure, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
@@ -77,7 +82,7 @@ def unpack(values: list[torch.Tensor | None]) -> tuple:
         spec, places = json.loads(bytes(values[1].cpu().numpy()).decode())
         tensors = iter(values[2:])
         leaves = [next(tensors) if place is None else place[0] for place in places]
-        output = pytree.tree_unflatten(leaves, load_spec(spec))
+        output = unflatten(leaves, load_spec(spec))
     except Exception as error:
         raise Error(f"another stage handed on what has no structure: {type(error).__name__}: {error}") from None
     return tuple(output) if type(output) in (tuple, list) else (output,)
