@@ -281,6 +281,14 @@ std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphMo
                      [&](GraphModule& made, Report& report) { return simulate_format(made, options, &report); });
 }
 
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
+                                                   const FPFormat& bwd) {
+  SimulateFormatOptions options;
+  options.fwd = fwd.to_string();
+  options.bwd = bwd.to_string();
+  return simulate_format(module, options);
+}
+
 std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
                                                 const SimulateFormatOptions& options) {
   return simulate_format(module, options);

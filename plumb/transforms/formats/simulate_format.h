@@ -42,6 +42,8 @@ bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, 
 // Returns a new module that shares the tensors of `module`.
 std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
                                                    const SimulateFormatOptions& options);
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
+                                                   const FPFormat& bwd);
 // E4M3 forward, E5M2 backward, of the family without infinities, rounded stochastically: as unit-scaling 0.3.5 has it.
 // `options` may ask for another rounding, and for other formats ("e4m3fn-RN", "e5m2-RN" are the hardware's).
 std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
