@@ -95,18 +95,18 @@ TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
 }
 
 TEST_F(Checkpoints, OfARankWithoutRoomForItsReasonFailAtOnce) {
+  CheckpointWriter writer(folder_, 0, 2, "r", {.background = false, .timeout = 60});
   const pid_t child = fork();
   if (child == 0) {
     std::signal(SIGXFSZ, SIG_IGN);
-    CheckpointWriter writer(folder_, 1, 2, "r", {.background = false, .timeout = 60});
+    CheckpointWriter other(folder_, 1, 2, "r", {.background = false, .timeout = 60});
     const rlimit limit{0, 0};
     setrlimit(RLIMIT_FSIZE, &limit);
-    writer.save(1, part(1), {});
+    other.save(1, part(1), {});
     const bool right =
-        writer.problem().value_or("").find("model.rank-00001.safetensors: cannot be written") != std::string::npos;
+        other.problem().value_or("").find("model.rank-00001.safetensors: cannot be written") != std::string::npos;
     _exit(right ? 0 : 1);
   }
-  CheckpointWriter writer(folder_, 0, 2, "r", {.background = false, .timeout = 60});
   writer.save(1, {}, {});
   EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 1 could not write its part, nor the reason"));
   int status = 0;
