@@ -47,7 +47,7 @@ class RunLog {
   std::chrono::steady_clock::time_point next_page_;
 };
 
-// Throws UsageError for a name of another kind and for a file of `inputs`, Error if no file can be written. "": none.
+// Throws UsageError for a name that ends neither in .svg nor in .json. "": none.
 void check_timeline(const std::string& path);
 
 // Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps
