@@ -107,7 +107,19 @@ def scaled_parameters(
     return result
 
 
-class SGD(torch.optim.SGD):
+class _Scaled(torch.optim.Optimizer):
+    _how: Optional[tuple] = None  # the arguments of scaled_parameters(); None while torch adds the first groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group whose rates are scaled as those of the first ones."""
+        for group in [param_group] if self._how is None else scaled_parameters([param_group], *self._how):
+            super().add_param_group(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_how": self._how}
+
+
+class SGD(_Scaled, torch.optim.SGD):
     """``torch.optim.SGD`` with u-μP's learning rates; see :func:`scaled_parameters` and, for ``readout_constraint``,
     :func:`lr_scale_func_sgd`."""
 
@@ -123,11 +135,12 @@ class SGD(torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         rule = lr_scale_func_sgd(readout_constraint)
-        how = (lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
-        super().__init__(scaled_parameters(params, rule, *how), lr, *args, **kwargs)
+        how = (rule, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, *how), lr, *args, **kwargs)
+        self._how = how
 
 
-class Adam(torch.optim.Adam):
+class Adam(_Scaled, torch.optim.Adam):
     """``torch.optim.Adam`` with u-μP's learning rates; see :func:`scaled_parameters`."""
 
     def __init__(
@@ -140,11 +153,12 @@ class Adam(torch.optim.Adam):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        how = (lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
-        super().__init__(scaled_parameters(params, lr_scale_func_adam, *how), lr, *args, **kwargs)
+        how = (lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, *how), lr, *args, **kwargs)
+        self._how = how
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(_Scaled, torch.optim.AdamW):
     """``torch.optim.AdamW`` with u-μP's learning rates; see :func:`scaled_parameters`."""
 
     def __init__(
@@ -157,8 +171,9 @@ class AdamW(torch.optim.AdamW):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        how = (lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
-        super().__init__(scaled_parameters(params, lr_scale_func_adam, *how), lr, *args, **kwargs)
+        how = (lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, *how), lr, *args, **kwargs)
+        self._how = how
 
 
 __all__ = [

@@ -150,6 +150,21 @@ def test_parameters_may_come_by_name_and_without_dimensions():
     assert [g["lr"] for g in sgd.param_groups] == [0.5, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "copied"])
+def test_groups_that_are_added_later_are_scaled_as_the_first_ones(later):
+    first, second = plumb.nn.Linear(64, 16, bias=True), plumb.nn.Linear(256, 16, bias=True)
+    how = {"lr": 0.5, "weight_decay": 0.1}
+    whole = plumb.optim.AdamW([*first.parameters(), *second.parameters()], **how)
+    optimizer = plumb.optim.AdamW(first.parameters(), **how)
+    if later:
+        optimizer = copy.deepcopy(optimizer)
+    optimizer.add_param_group({"params": list(second.parameters())})
+    rates = [[(g["lr"], g["weight_decay"]) for g in o.param_groups] for o in (whole, optimizer)]
+    assert rates[0] == rates[1] and len({lr for lr, _ in rates[0]}) == 3
+    with pytest.raises(ValueError, match="no mup_type"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 def test_a_decoder_trains():
     model = plumb.TransformerDecoder(32, 64, layers=2, heads=4, dropout_p=0.1)
     optimizer = plumb.optim.Adam(model.parameters(), lr=0.2)
