@@ -122,11 +122,11 @@ History parse_history(std::string_view bytes, const std::string& name = "history
 History merge_histories(std::vector<History> ranks);
 
 // Appends. Every record reaches the system in one write, so that a process that dies loses nothing it recorded. One
-// writer a file. A write that fails leaves the file as it was before and throws Error(InvalidArgument).
+// writer a file. A write that fails leaves the file as it was before and throws Error(CannotWrite).
 class HistoryWriter {
  public:
   // Makes a new file. With `append`, reads an existing one, cuts off a torn last record, and goes on. Throws
-  // Error(InvalidArgument) for a file that holds anything already (without `append`), that cannot be written, or that
+  // Error(CannotWrite) for a file that holds anything already (without `append`), that cannot be written, or that
   // another writer has open, and Error(BadFile) for one to be appended to that is no history. `after`: later steps of
   // an existing file are cut off, for they are computed again.
   HistoryWriter(const std::filesystem::path& path, bool append, std::optional<int64_t> after = {});

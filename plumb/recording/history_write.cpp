@@ -65,6 +65,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append, std
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (file_ < 0) refuse(path, std::strerror(errno), errno);
   try {
+    if (!std::filesystem::is_regular_file(path, error)) refuse(path, "it is no regular file", 0);
     if (flock(file_, LOCK_EX | LOCK_NB) != 0) {
       throw Error(ErrorKind::CannotWrite, "another recorder has the history \"" + path.string() + "\" open", "",
                   "close() that one first, or name another file");

@@ -4,6 +4,7 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <functional>
 
 #include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
@@ -65,6 +66,17 @@ class Trainer::Run {
     return std::nullopt;
   }
   int generation() const { return session_ && session_->members ? session_->members->generation() : 0; }
+  // Runs `write`. A report that cannot be written any more is given up, the training is not.
+  template <class Report>
+  void attempt(const char* option, std::unique_ptr<Report>& report, const std::function<void()>& write) {
+    try {
+      write();
+    } catch (const Error& e) {
+      if (e.kind() != ErrorKind::CannotWrite || o_.replay > 0) throw;  // a replay is run for its file
+      report.reset();
+      reports_->emit(event::LogProblem{std::string(option) + " ends here: " + e.message()});
+    }
+  }
   RankState rank_state() { return {held_tensors(job_, ranks_.rank()), step_->optimizer()}; }
 
   const TrainOptions o_;
@@ -211,13 +223,14 @@ void Trainer::Run::train_step(int64_t step) {
   if (hashes_) hashes_->gradients();
   step_->update(numbers);
   if (auditor_) auditor_->wrote();
-  if (hashes_) hashes_->end_step(held_tensors(job_, ranks_.rank()));
+  if (hashes_) attempt("--hashes", hashes_, [&] { hashes_->end_step(held_tensors(job_, ranks_.rank())); });
   if (step == start_ + 1 && o_.recompute != "none" && ranks_.in_first_pipeline()) {
     for (const auto& [index, stage] : step_->stages())
       reports_->emit(event::Recomputed{index, step_->pipeline().recomputed(index).text()});
   }
   if (recorder_) {
-    recorder_->step(step_->has_loss() ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
+    const Recorder::Scalars loss{{"loss", numbers.loss}};
+    attempt("--history", recorder_, [&] { recorder_->step(step_->has_loss() ? loss : Recorder::Scalars{}); });
   }
   reports_->step(step, numbers, parts, o_.lr * share);
 }

@@ -123,6 +123,7 @@ def test_a_history_has_a_repr_worth_reading(tmp_path):
 def test_a_recorder_opened_twice_says_close(tmp_path):
     recorder = plumb.Recorder(mlp(), 1, tmp_path / "run.history")
     refused(lambda: plumb.Recorder(mlp(), 1, tmp_path / "run.history"), "another recorder has the history", "close()")
+    refused(lambda: plumb.Recorder(mlp(), 1, "/dev/null"), 'the history "/dev/null": it is no regular file', "room")
     recorder.close()
     plumb.Recorder(mlp(), 1, tmp_path / "run.history").close()
 

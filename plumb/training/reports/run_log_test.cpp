@@ -1,7 +1,11 @@
 // Files that a training writes besides its weights while it runs.
+#include <signal.h>
+#include <sys/resource.h>
+
 #include <algorithm>
 
 #include "plumb/core/input_file.h"
+#include "plumb/recording/history.h"
 #include "plumb/training/training_testing.h"
 
 namespace plumb {
@@ -42,6 +46,34 @@ TEST_F(TrainingLog, AFullDiskEndsThePageAndNotTheTraining) {
   const Told told = run(o, lm());
   EXPECT_EQ(told.losses(), losses(options));
   EXPECT_THAT(nlohmann::json(told.events).dump(), HasSubstr("--page ends here: /dev/full"));
+}
+
+TEST_F(TrainingLog, AFullDiskEndsHistoryAndHashesAndNotTheTraining) {
+  TrainOptions o = options;
+  std::ofstream(folder / "rules.toml") << "every = 1\n[[rule]]\n";
+  o.record = path("rules.toml");
+  o.history = path("run.history");
+  o.hashes = path("run.hashes");
+  const auto before = ::signal(SIGXFSZ, SIG_IGN);
+  rlimit limit{};
+  getrlimit(RLIMIT_FSIZE, &limit);
+  std::string problems;
+  std::vector<double> losses;
+  const auto take = [&](const TrainEvent& e) {
+    if (const auto* problem = std::get_if<event::LogProblem>(&e)) problems += problem->problem + "\n";
+    const auto* done = std::get_if<event::Stepped>(&e);
+    if (!done) return;
+    losses.push_back(done->loss);
+    const rlimit full{std::min(fs::file_size(o.history), fs::file_size(o.hashes)), limit.rlim_max};
+    if (done->step == 2) setrlimit(RLIMIT_FSIZE, &full);
+  };
+  Trainer(o, {.event = take}, {lm(), nullptr}).run();
+  setrlimit(RLIMIT_FSIZE, &limit);
+  ::signal(SIGXFSZ, before);
+  EXPECT_EQ(losses, this->losses(options));
+  EXPECT_THAT(problems, AllOf(HasSubstr("--hashes ends here: cannot write the history"), HasSubstr("run.hashes")));
+  EXPECT_THAT(problems, HasSubstr("--history ends here: cannot write the history"));
+  EXPECT_EQ(read_history(o.hashes).last_step(), 2);
 }
 
 TEST_F(TrainingLog, TableAndPageGoOnWithTheRun) {
