@@ -65,7 +65,8 @@ def test_parameters_may_be_replaced_between_steps():
         assert same(grads(modules), grads(reference))
 
 
-def test_parameters_that_stages_share_are_not_replaced_between_steps():
+@pytest.mark.parametrize("other", [0, 2])
+def test_parameters_that_stages_share_are_not_replaced_between_steps(other):
     x, target = batch()
     modules = blocks(3)
     modules[2].up = modules[0].up
@@ -73,7 +74,7 @@ def test_parameters_that_stages_share_are_not_replaced_between_steps():
     schedule.step(x, target=target)
     modules[0].up = modules[2].up = blocks(1, seed=5)[0].up
     schedule.step(x, target=target)
-    modules[2].up = blocks(1, seed=6)[0].up
+    modules[other].up = blocks(1, seed=6)[0].up
     with pytest.raises(plumb.Error, match=r"stage 2 has other parameters .*stage 0: up.bias.*\n  try: make a new schedule"):
         schedule.step(x, target=target)
 

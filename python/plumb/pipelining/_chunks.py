@@ -124,7 +124,6 @@ class EngineStage:
     graph: Any = None  # in a step: the `_C.GraphStage` that the engine runs in place of `run`, if Python has no part in the forward
 
     _first_names: list[str] | None = None  # names of the parameters when the engine asked first
-    _last: list[tuple[str, torch.Tensor]] | None = None  # the parameters when it asked last
 
     def __init__(self, stage: Any, stages: list | None = None):
         self._stage, self._stages = stage, stages or [stage]
@@ -140,11 +139,8 @@ class EngineStage:
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the parameters by their names in the whole pipeline. Raises `plumb.Error` for others than at first where the engine
         knows places among them: of tied ones, and of those of replicas."""
-        own = [parameter for _, parameter in self._stage.summed_parameters()]
-        if self._last is not None and len(own) == len(self._last) and all(p is q for p, (_, q) in zip(own, self._last)):
-            return self._last
-        names = names_of(self._stages)
-        found = [(names[id(parameter)], parameter) for parameter in own]
+        names = names_of(self._stages) if self._stage._step is None else self._stage._step.names
+        found = [(names[id(parameter)], parameter) for _, parameter in self._stage.summed_parameters()]
         now, first = [name for name, _ in found], self._first_names
         self._first_names = now if first is None else first
         if first not in (None, now) and self._has_places(names, [*first, *now]):
@@ -154,7 +150,6 @@ class EngineStage:
                 kind=ErrorKind.InvalidState,
                 remedy="make a new schedule on every rank",
             )
-        self._last = found
         return found
 
     def _has_places(self, names: dict[int, str], own: list[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import warnings
 import weakref
 from collections import Counter
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, _Action, _ComputationType
-from ._chunks import ChunkSteps, EngineStage, detached, own_arguments
+from ._chunks import ChunkSteps, EngineStage, detached, names_of, own_arguments
 from ._utils import InvalidSchedule, InvalidValue
 from .stage import _PipelineStageBase, replicas_of
 
@@ -175,6 +176,11 @@ class _Step:
         self.losses: dict[int, torch.Tensor] = {}
         self.roots: dict[int, torch.Tensor] = {}  # losses, for hooks
         self.failure: Exception | None = None
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """Names of the parameters of all stages, by id."""
+        return names_of(self.stages)
 
     def arguments(self, stage: _PipelineStageBase, microbatch: int) -> tuple[tuple, dict[str, Any]]:
         return self.args[microbatch], own_arguments(stage, self.stages, self.kwargs[microbatch])

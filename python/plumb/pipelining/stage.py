@@ -373,10 +373,11 @@ class _PipelineStage(_PipelineStageBase):
         return list(module.named_parameters()) if isinstance(module, torch.nn.Module) else []
 
     def summed_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        summed, all_names = super().summed_parameters(), {name for name, _ in self.named_parameters()}
-        sharded = all_names - {name for name, _ in summed}
-        for copies in self.layout.replicated:
-            if copies.get(self.stage_index) in sharded:
+        summed = super().summed_parameters()
+        copied = [copies for copies in self.layout.replicated if self.stage_index in copies]
+        sharded = {name for name, _ in self.named_parameters()} - {name for name, _ in summed} if copied else set()
+        for copies in copied:
+            if copies[self.stage_index] in sharded:
                 raise Error(
                     f"'{copies[self.stage_index]}' is used in stages {sorted(copies)}, and stage {self.stage_index} has it sharded",
                     kind=ErrorKind.Unsupported,
