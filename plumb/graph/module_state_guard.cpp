@@ -58,7 +58,7 @@ void ModuleStateGuard::put_contents_back() {
       if (!has_memory_of(kept.tensor, kept.as_it_was)) kept.tensor.set_data(kept.as_it_was);
       if (kept.contents.defined()) kept.as_it_was.copy_(kept.contents);
     } catch (const std::exception& error) {  // nothing may leave a destructor
-      TORCH_WARN("a capture could not put a tensor of the module back: ", error.what());
+      TORCH_WARN("a tensor of the module could not be put back as it was before the run: ", error.what());
     }
   }
 }

@@ -229,8 +229,9 @@ void Trainer::Run::train_step(int64_t step) {
       reports_->emit(event::Recomputed{index, step_->pipeline().recomputed(index).text()});
   }
   if (recorder_) {
-    const Recorder::Scalars loss{{"loss", numbers.loss}};
-    attempt("--history", recorder_, [&] { recorder_->step(step_->has_loss() ? loss : Recorder::Scalars{}); });
+    attempt("--history", recorder_, [&] {
+      recorder_->step(step_->has_loss() ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
+    });
   }
   reports_->step(step, numbers, parts, o_.lr * share);
 }

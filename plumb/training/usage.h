@@ -45,9 +45,9 @@ bool is_tensor_file(const std::string& path);  // .pt, .pth, .npy or .safetensor
 // Reads what load_tensors() reads, and .safetensors files: their only tensor, or a dict of all.
 c10::IValue load_tensor_file(const std::string& path);
 
-// Called before work that takes long: throws Error naming the option (and path; "" and "-" are no file) if a file can
-// not be written there. A UsageError if the file is one of `inputs` (FILE or NAME=FILE), or that of another of the
-// options, under any name: it would be replaced.
+// Called before work that takes long, with options and their paths ("" and "-": no file). Throws Error naming the
+// option if no file can be written there. A UsageError if the file is one of `inputs` (FILE or NAME=FILE), or that of
+// another of the options, under any name: it would be replaced.
 void check_writable(const std::vector<std::pair<std::string, std::string>>& outputs,
                     const std::vector<std::string>& inputs = {});
 
