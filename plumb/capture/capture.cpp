@@ -59,6 +59,8 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     if (attempt.retry) throw Attempt::GivenUp();
     if (session.recorder.refusal) throw *session.recorder.refusal;
     session.refuse_other_memory();
+    session.refuse_gradients();
+    session.refuse_seeds();
   } catch (...) {
     session.stop();
     attempt.retry = reason_to_retry(session);

@@ -7,6 +7,7 @@
 #include "plumb/capture/fake_result.h"
 #include "plumb/core/error.h"
 #include "tests/gpt_graph.h"
+#include "tests/message_of.h"
 #include "tests/test_device.h"
 #include "tests/zoo.h"
 
@@ -321,6 +322,37 @@ TEST(Capture, RefusesATensorThatIsGivenOtherMemoryUnseen) {
     EXPECT_NE(std::string(error.what()).find("'w' other memory"), std::string::npos) << error.what();
   }
   EXPECT_TRUE(at::equal(m->w, torch::ones({4})));
+}
+
+TEST(Capture, RefusesABackwardThatLeavesGradientsInParametersOrInputs) {
+  const auto own = [](const Tensor& x, const Tensor& to) {
+    (to * x.detach()).sum().backward();
+    return x * 2;
+  };
+  auto m = std::make_shared<Moves>([&](Tensor& w, const Tensor&) {
+    const at::AutoGradMode grad(true);
+    own(torch::ones({4}), w);
+  });
+  for (const Tensor& before : {Tensor(), torch::full({4}, 5.0)}) {
+    m->w.mutable_grad() = before;
+    EXPECT_THAT(message_of([&] { capture(m, torch::ones({4})); }), HasSubstr("leaves a gradient in 'w'"));
+    EXPECT_TRUE(m->w.grad().is_same(before));
+    EXPECT_TRUE(!before.defined() || at::equal(before, torch::full({4}, 5.0)));
+  }
+  const auto in_input = [&](Tensor x) { return own(x, x); };
+  EXPECT_THAT(message_of([&] { capture_fn(in_input, torch::ones({4, 4}).requires_grad_(), false); }),
+              HasSubstr("leaves a gradient in 'input 0'"));
+  capture_fn([](Tensor x) { return torch::autograd::grad({x.pow(2).sum()}, {x}, {}, true, true)[0]; });
+}
+
+TEST(Capture, RefusesToSeedRandomNumbers) {
+  torch::manual_seed(0);
+  EXPECT_THAT(refusal([](Tensor x) {
+                torch::manual_seed(1);
+                return x + torch::rand({4});
+              }),
+              HasSubstr("sets torch's random state"));
+  EXPECT_EQ(at::detail::getDefaultCPUGenerator().current_seed(), 0u);
 }
 
 TEST(Capture, AnAssignmentOfDataIsACopyInTheGraph) {

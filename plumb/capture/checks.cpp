@@ -25,6 +25,27 @@ bool is_unread(const Node& node, const Value* value) {
 
 }  // namespace
 
+void Session::refuse_gradients() {
+  const auto refuse = [&](const std::string& name) {
+    recorder.refuse(
+        "the forward runs a backward that leaves a gradient in '" + name + "', which a run of a graph does not",
+        "torch.autograd.grad, which returns the gradients of what it is asked for and leaves none");
+  };
+  const at::Tensor changed = module_state_.find_changed_gradient();
+  for (const Attr& attr : request.state) {
+    if (changed.defined() && attr.tensor.is_same(changed)) refuse(attr.name);
+  }
+  for (size_t i = 0; i < recorder.fed.size(); ++i) {
+    if (recorder.fed[i].is_leaf() && recorder.fed[i].grad().defined()) refuse("input " + std::to_string(i));
+  }
+}
+
+void Session::refuse_seeds() {
+  if (!module_state_.was_seeded()) return;
+  recorder.refuse("the forward sets torch's random state, and a graph draws from the state that it finds",
+                  "set it before the call; for draws that stay the same keep them in a buffer");
+}
+
 void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& outputs) {
   using torch::autograd::Node;
   std::vector<Node*> left;

@@ -39,6 +39,10 @@ class Session {
   void assign_data(const at::Tensor& tensor, const at::Tensor& value);
   // Refuses a forward that has given a tensor of the module other memory unseen.
   void refuse_other_memory();
+  // Refuses a forward that has run a backward and left a gradient in a parameter or an input.
+  void refuse_gradients();
+  // Refuses a forward that has seeded torch's random numbers.
+  void refuse_seeds();
   // Writes `now` at the end of the graph into a tensor that the module holds as an attribute, if the graph reads `old`.
   void write_back_attribute(const std::string& name, const at::Tensor& old, const at::Tensor& now);
 

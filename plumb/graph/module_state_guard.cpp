@@ -14,6 +14,8 @@ bool has_memory_of(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.storage_offset() == b.storage_offset();
 }
 
+int64_t version_of(const at::Tensor& t) { return t.defined() && !t.is_inference() ? t._version() : 0; }
+
 }  // namespace
 
 ModuleStateGuard::ModuleStateGuard(const State& state, const std::vector<c10::IValue>& inputs) {
@@ -26,7 +28,8 @@ ModuleStateGuard::ModuleStateGuard(const State& state, const std::vector<c10::IV
     watch(index, attr.tensor);
     // torch.func.functional_call puts tensors there that others compute: they keep no gradient, and warn who asks for
     // it.
-    if (attr.kind == AttrKind::Parameter && attr.tensor.is_leaf()) grads_.emplace_back(attr.tensor, attr.tensor.grad());
+    if (attr.kind == AttrKind::Parameter && attr.tensor.is_leaf())
+      grads_.push_back({attr.tensor, attr.tensor.grad(), version_of(attr.tensor.grad())});
     keep_generator(attr.tensor.device());
   }
   for (const auto& v : inputs) {
@@ -37,15 +40,16 @@ ModuleStateGuard::ModuleStateGuard(const State& state, const std::vector<c10::IV
 void ModuleStateGuard::keep_generator(const at::Device& device) {
   if (device.is_meta()) return;
   at::Generator generator = at::globalContext().defaultGenerator(device);
-  if (std::any_of(generators_.begin(), generators_.end(), [&](const auto& kept) { return kept.first == generator; }))
+  if (std::any_of(generators_.begin(), generators_.end(),
+                  [&](const Drawn& kept) { return kept.generator == generator; }))
     return;
   std::lock_guard<std::mutex> lock(generator.mutex());
-  generators_.emplace_back(generator, generator.get_state());
+  generators_.push_back({generator, generator.get_state(), generator.current_seed()});
 }
 
 ModuleStateGuard::~ModuleStateGuard() {
   put_contents_back();
-  for (auto& [parameter, grad] : grads_) {
+  for (auto& [parameter, grad, version] : grads_) {
     if (!parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
   }
   put_generators_back();
@@ -64,7 +68,7 @@ void ModuleStateGuard::put_contents_back() {
 }
 
 void ModuleStateGuard::put_generators_back() {
-  for (auto& [generator, state] : generators_) {
+  for (auto& [generator, state, seed] : generators_) {
     std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(state);
   }
@@ -72,8 +76,23 @@ void ModuleStateGuard::put_generators_back() {
 
 std::vector<at::Generator> ModuleStateGuard::generators() const {
   std::vector<at::Generator> all;
-  for (const auto& [generator, state] : generators_) all.push_back(generator);
+  for (const Drawn& kept : generators_) all.push_back(kept.generator);
   return all;
+}
+
+at::Tensor ModuleStateGuard::find_changed_gradient() const {
+  for (const auto& [parameter, grad, version] : grads_) {
+    const at::Tensor& now = parameter.grad();
+    if (!now.is_same(grad) || version_of(now) != version) return parameter;
+  }
+  return {};
+}
+
+bool ModuleStateGuard::was_seeded() const {
+  return std::any_of(generators_.begin(), generators_.end(), [](Drawn kept) {
+    std::lock_guard<std::mutex> lock(kept.generator.mutex());
+    return kept.generator.current_seed() != kept.seed;
+  });
 }
 
 void ModuleStateGuard::watch(int index, const at::Tensor& tensor) {

@@ -37,6 +37,10 @@ class ModuleStateGuard {
   // Returns the first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors
   // get theirs back.
   int find_moved();
+  // Returns the first parameter whose gradient is another than at first, or was written; undefined if there is none.
+  at::Tensor find_changed_gradient() const;
+  // Returns whether a generator has another seed than at first.
+  bool was_seeded() const;
   // Returns whether before_write() met the storage of tensor number `index`.
   bool was_written(int index) const { return contents_.count(index) != 0; }
 
@@ -53,9 +57,18 @@ class ModuleStateGuard {
     at::Tensor contents;  // undefined if they were not written
   };
   std::unordered_map<const void*, std::vector<Watched>> by_storage_;
-  std::map<int, Kept> contents_;                          // by index
-  std::vector<std::pair<at::Tensor, at::Tensor>> grads_;  // a parameter, its gradient before
-  std::vector<std::pair<at::Generator, at::Tensor>> generators_;
+  std::map<int, Kept> contents_;  // by index
+  struct Gradient {
+    at::Tensor parameter, grad;  // `grad` as it was at first
+    int64_t version;             // of `grad` at first; 0 where a tensor has none
+  };
+  struct Drawn {
+    at::Generator generator;
+    at::Tensor state;  // at first
+    uint64_t seed;     // at first
+  };
+  std::vector<Gradient> grads_;
+  std::vector<Drawn> generators_;
 };
 
 }  // namespace plumb

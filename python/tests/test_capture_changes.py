@@ -205,7 +205,7 @@ def test_a_backward_that_leaves_gradients_in_parameters_is_refused_by_name():
     for before in (None, torch.ones(4, 4)):
         model.layer.weight.grad = before
         for capture in (plumb.capture, lambda m, x: plumb.transforms.track_scales(m)(x)):
-            with pytest.raises(plumb.Error, match="leaves a gradient in 'layer.(weight|bias)'.*\n.*torch.autograd.grad"):
+            with pytest.raises(plumb.Error, match="leaves a gradient in 'layer.weight'.*\n.*\n.*torch.autograd.grad"):
                 capture(model, x)
         assert model.layer.weight.grad is before and (before is None or torch.equal(before, torch.ones(4, 4)))
     model = Net(asks)

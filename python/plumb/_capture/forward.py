@@ -17,7 +17,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._exported import capture_dynamic
 from .._graph_module import GraphModule
-from .._state import BUFFER, CONSTANT, PARAMETER, state_of
+from .._state import BUFFER, CONSTANT, state_of
 from .._trees import (
     children,
     flatten_inputs,
@@ -123,15 +123,7 @@ class _Forward:
             change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         args, kwargs = unflatten(given, self.spec)
-        gradients = self.gradients()
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
-        for name, gradient in self.gradients().items():
-            if gradient != gradients[name]:
-                raise Error(
-                    f"the forward runs a backward that leaves a gradient in '{name}', which a run of a graph does not",
-                    kind=ErrorKind.Capture,
-                    remedy="torch.autograd.grad, which returns the gradients of what it is asked for and leaves none",
-                )
         self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
         outputs = [o if isinstance(o, Tensor) else None for o in output]
         self.left = LeftTensors(self.state_guard.tables)
@@ -139,12 +131,6 @@ class _Forward:
             return outputs, _spec_json(self.out_spec, len(output))
         both = pytree.tree_unflatten([0] * len(output), self.out_spec), [0] * len(self.left.outputs)
         return outputs + self.left.outputs, _spec_json(pytree.tree_flatten(both)[1], len(output) + len(both[1]))
-
-    def gradients(self) -> dict[str, tuple[int, int]]:
-        """Returns for each parameter what changes with its gradient."""
-        parameters = {name: p for name, kind, p, _ in self.state if kind == PARAMETER and p.is_leaf}
-        found = {name: p.grad for name, p in parameters.items()}
-        return {name: (id(g), 0 if g is None or g.is_inference() else g._version) for name, g in found.items()}
 
     def buffers_after(self) -> list[tuple[str, Tensor]]:
         """Buffers that the forward re-assigned: (name, new). The old ones are there again afterwards."""
