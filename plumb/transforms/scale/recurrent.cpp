@@ -182,6 +182,8 @@ std::optional<std::string> recurrent_obstacle(const Node* node, const State& sta
       cell ? Arg::List{node->arg("w_ih"), node->arg("w_hh")} : Arg::List(node->arg("params").list());
   for (const Arg& arg : weights) {
     if (!arg.is_value()) return "an operand is a constant";
+    const Node* maker = arg.value()->producer();
+    if (maker->is_op("plumb::scale_fwd") || maker->is_op("plumb::scale_bwd")) return "its weights have factors already";
     if (sizes_of(arg.value(), state).empty()) return "the sizes of its weights are not known";
   }
   if (!cell) {

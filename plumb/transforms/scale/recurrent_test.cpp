@@ -107,6 +107,12 @@ TEST_P(Recurrent, TheReportSaysWhatBecameOfIt) {
   EXPECT_EQ(report.count(ReportKind::Bias), 2u);
 }
 
+TEST_P(Recurrent, ASecondTransformLeavesTheFactorsAlone) {
+  const auto once = unit_scale(layers(GetParam(), 1)), twice = unit_scale(once);
+  EXPECT_EQ(to_string(once->graph()), to_string(twice->graph()));
+  EXPECT_THAT(twice->reports.back().find(ReportKind::LeftAlone, "y")->reason, HasSubstr("factors already"));
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds, Recurrent,
                          testing::Values(Case{"lstm", "aten::lstm", 4, true}, Case{"gru", "aten::gru", 3, false},
                                          Case{"tanh", "aten::rnn_tanh", 1, false},
