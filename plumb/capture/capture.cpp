@@ -163,6 +163,12 @@ void add_state(const torch::nn::Module& module, const std::string& prefix, State
 
 }  // namespace
 
+torch::nn::Module& capture_detail::not_null(torch::nn::Module* module) {
+  if (module) return *module;
+  throw Error(ErrorKind::InvalidArgument, "the model is a null pointer or an empty holder", "",
+              "make the module first");
+}
+
 State state_of(const torch::nn::Module& module) {
   State state;
   add_state(module, "", state);

@@ -107,14 +107,16 @@ std::string opaque_name(int64_t id);
 
 namespace capture_detail {
 
+// Returns the module. Throws Error(InvalidArgument) for an empty holder or a null pointer.
+torch::nn::Module& not_null(torch::nn::Module* module);
 inline torch::nn::Module& module_of(torch::nn::Module& m) { return m; }
 template <typename M>
 torch::nn::Module& module_of(const torch::nn::ModuleHolder<M>& m) {
-  return *m.ptr();
+  return not_null(m.is_empty() ? nullptr : m.ptr().get());
 }
 template <typename M>
 torch::nn::Module& module_of(const std::shared_ptr<M>& m) {
-  return *m;
+  return not_null(m.get());
 }
 
 // The class of a model that is given by itself, by its TORCH_MODULE holder or by a shared_ptr.

@@ -345,6 +345,13 @@ TEST(Capture, RefusesABackwardThatLeavesGradientsInParametersOrInputs) {
   capture_fn([](Tensor x) { return torch::autograd::grad({x.pow(2).sum()}, {x}, {}, true, true)[0]; });
 }
 
+TEST(Capture, RefusesAModelThatIsNotThere) {
+  std::shared_ptr<Fn> none;
+  torch::nn::Linear empty{nullptr};
+  EXPECT_THAT(message_of([&] { capture(none, torch::ones({4, 4})); }), HasSubstr("null pointer"));
+  EXPECT_THAT(message_of([&] { capture(empty, torch::ones({4, 4})); }), HasSubstr("empty holder"));
+}
+
 TEST(Capture, RefusesToSeedRandomNumbers) {
   torch::manual_seed(0);
   EXPECT_THAT(refusal([](Tensor x) {

@@ -1,5 +1,6 @@
 #include "plumb/transforms/module.h"
 
+#include "plumb/core/error.h"
 #include "plumb/transforms/track/tracker.h"
 
 namespace plumb {
@@ -18,6 +19,11 @@ void take_tracker(TransformedModule& copy, const std::shared_ptr<ScaleTracker>& 
 }
 
 }  // namespace
+
+const GraphModule& not_null(const std::shared_ptr<GraphModule>& module) {
+  if (module) return *module;
+  throw Error(ErrorKind::InvalidArgument, "a transform is given a null pointer", "", "give it a captured module");
+}
 
 std::shared_ptr<TransformedModule> derive(const GraphModule& module) {
   auto result =

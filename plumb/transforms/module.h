@@ -34,6 +34,9 @@ class TransformedModule : public GraphModule {
   std::shared_ptr<TransformedModule> deep_copy() const;
 };
 
+// Returns the module. Throws Error(InvalidArgument) for a null pointer.
+const GraphModule& not_null(const std::shared_ptr<GraphModule>& module);
+
 // Returns a module with a copy of the graph and the same tensors, with what is known of `module`.
 std::shared_ptr<TransformedModule> derive(const GraphModule& module);
 

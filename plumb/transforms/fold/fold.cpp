@@ -164,9 +164,10 @@ bool fold(GraphModule& module, Report* report) {
 }
 
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module) {
-  auto result = std::make_shared<TransformedModule>(module->graph().clone(), module->state().deep_copy(),
-                                                    module->in_spec(), module->out_spec());
-  result->copy_mode(*module);
+  const GraphModule& given = not_null(module);
+  auto result = std::make_shared<TransformedModule>(given.graph().clone(), given.state().deep_copy(), given.in_spec(),
+                                                    given.out_spec());
+  result->copy_mode(given);
   transformed(result, "fold", [](GraphModule& made, Report& report) { return fold(made, &report); });
   untag_all(*result);
   return result;

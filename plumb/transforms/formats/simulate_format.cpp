@@ -277,7 +277,7 @@ bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, 
 
 std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
                                                    const SimulateFormatOptions& options) {
-  return transformed(derive(*module), "simulate_format",
+  return transformed(derive(not_null(module)), "simulate_format",
                      [&](GraphModule& made, Report& report) { return simulate_format(made, options, &report); });
 }
 

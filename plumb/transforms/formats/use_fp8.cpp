@@ -479,7 +479,7 @@ bool drop_fp8(GraphModule& module) {
 }
 
 std::shared_ptr<TransformedModule> use_fp8(const std::shared_ptr<GraphModule>& module, const UseFp8Options& options) {
-  return transformed(derive(*module), "use_fp8",
+  return transformed(derive(not_null(module)), "use_fp8",
                      [&](GraphModule& made, Report& report) { return use_fp8(made, options, &report); });
 }
 

@@ -365,7 +365,7 @@ bool optimise(GraphModule& module, const OptimiseOptions& options, Report* repor
 }
 
 std::shared_ptr<TransformedModule> compile(const std::shared_ptr<GraphModule>& module, const OptimiseOptions& options) {
-  return transformed(derive(*module), "optimise",
+  return transformed(derive(not_null(module)), "optimise",
                      [&](GraphModule& made, Report& report) { return optimise(made, options, &report); });
 }
 

@@ -391,7 +391,7 @@ bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* re
 
 std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module,
                                               const UnitScaleOptions& options) {
-  auto result = derive(*module);
+  auto result = derive(not_null(module));
   if (options.scale_parameters) {
     result->state() = result->state().deep_copy();
     result->sync_module();

@@ -74,7 +74,7 @@ bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report) {
 
 std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,
                                                 const MetricsOptions& options) {
-  auto result = derive(*module);
+  auto result = derive(not_null(module));
   if (!result->tracker) result->tracker = ScaleTracker::create(options);
   return transformed(result, "track_scales", [](TransformedModule& made, Report& report) {
     return track_scales(made, *made.tracker, &report);

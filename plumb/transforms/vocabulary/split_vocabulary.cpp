@@ -274,7 +274,7 @@ std::optional<Rows> part_named(const std::string& text) {
 }  // namespace
 
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts) {
-  return transformed(derive(*module), "split_vocabulary",
+  return transformed(derive(not_null(module)), "split_vocabulary",
                      [parts](GraphModule& made, Report& report) { return split(made, parts, report); });
 }
 
