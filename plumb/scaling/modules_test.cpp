@@ -76,6 +76,13 @@ TEST_F(Modules, UntaggedParametersAreRefusedByNameUnlessAllowed) {
   EXPECT_EQ(optim::Adam(named, torch::optim::AdamOptions(0.1), allow).param_groups().size(), 2);
 }
 
+TEST_F(Modules, AnOptimizerHasATiedParameterOnce) {
+  nn::Linear layer(3, 4);
+  const optim::NamedParameters names = {{"wte", layer->weight}, {"head", layer->weight}};
+  const optim::SGD optimizer(names, torch::optim::SGDOptions(0.5));
+  ASSERT_EQ(optimizer.param_groups().size(), 1u);
+}
+
 TEST_F(Modules, EveryOptimiserLowersALoss) {
   auto x = torch::randn({10, 16}), y = torch::randn({10, 25});
   auto lowers = [&](auto make) {

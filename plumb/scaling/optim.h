@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,14 +44,18 @@ Rates scaled_rates(const at::Tensor& parameter, const std::string& name, const L
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 NamedParameters with_names(const std::vector<at::Tensor>& parameters);
 
-// One parameter group for each parameter, with its own rates. OptimizerOptions: torch::optim::AdamOptions and the like.
+// One parameter group for each parameter, with its own rates. A tensor under several names is one parameter:
+// parameters() of torch::nn::Module lists a tied tensor once for each. OptimizerOptions: torch::optim::AdamOptions and
+// the like.
 template <class OptimizerOptions>
 std::vector<torch::optim::OptimizerParamGroup> scaled_parameters(const NamedParameters& parameters,
                                                                  const LrScale& lr_scale,
                                                                  const OptimizerOptions& defaults,
                                                                  const ScaledOptions& options = {}) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
+  std::set<const at::TensorImpl*> seen;
   for (const auto& [name, parameter] : parameters) {
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     const auto rates = scaled_rates(parameter, name, lr_scale, defaults.lr(), defaults.weight_decay(), options);
     auto own = std::make_unique<OptimizerOptions>(defaults);
     own->lr(rates.lr);
