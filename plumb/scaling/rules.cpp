@@ -154,6 +154,11 @@ double mse_grad() { return 1 / std::sqrt(8.0); }
 
 Residual residual(double tau) {
   const double norm = std::sqrt(1 + tau * tau);
+  if (!std::isfinite(norm)) {
+    throw Error(ErrorKind::InvalidArgument,
+                "The weight tau of a residual branch must be a finite number, not " + std::to_string(tau) + ".", "",
+                "give the branch the weight that it has beside its skip: 0.5, say");
+  }
   return {tau / norm, 1 / norm};
 }
 

@@ -70,7 +70,8 @@ Scales transposed_convolution(int64_t in_channels, int64_t out_channels_per_grou
 Scales average_pool(const Taps& taps);
 Scales max_pool(const Taps& taps);
 
-// The two weights of a residual layer: tau and 1 over sqrt(1 + tau^2) (M, section 2.3).
+// The two weights of a residual layer: tau and 1 over sqrt(1 + tau^2) (M, section 2.3). Throws Error(InvalidArgument)
+// where that root is not finite.
 struct Residual {
   double residual, skip;
 };

@@ -59,6 +59,11 @@ TEST(Rules, CausalAttentionOfOnePositionIsACopy) {
   EXPECT_GT(rules::attention(64, 64, 1, 0, true), 1);
 }
 
+TEST(Rules, AResidualWeightIsAFiniteNumber) {
+  EXPECT_EQ(rules::residual(0).skip, 1);
+  for (double tau : {std::nan(""), HUGE_VAL, -HUGE_VAL, 1e200}) EXPECT_THROW(rules::residual(tau), Error) << tau;
+}
+
 TEST(Rules, TransformerResidualsContributeAsAsked) {
   for (auto [mult, ratio, layers] : {std::tuple{1.0, 1.0, 4}, {0.5, 1.0, 4}, {1.0, 2.0, 4}, {0.5, 1 / 3.0, 6}}) {
     auto rule = rules::transformer_residual_scaling_rule(mult, ratio);
