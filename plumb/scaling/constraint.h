@@ -20,7 +20,7 @@ double amean(std::span<const double> scales);  // arithmetic mean
 
 // The constraint of an operator: one by name ("gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale",
 // "to_left_grad_scale", "to_right_grad_scale"), none at all, or a function of the user's own. Throws
-// Error(InvalidArgument) for an unknown name.
+// Error(UnknownName) for an unknown name.
 class Constraint {
  public:
   Constraint(std::nullopt_t) {}                                                // NOLINT: each scale as its rule says
@@ -40,7 +40,7 @@ class Constraint {
   ConstraintFn fn_;
 };
 
-// Throws Error(InvalidArgument) for an unknown name, or one that does not fit the number of scales.
+// Throws Error(UnknownName) for an unknown name, Error(InvalidArgument) for one that does not fit the number of scales.
 std::vector<double> apply_constraint(std::optional<std::string_view> name, std::vector<double> scales);
 
 }  // namespace plumb

@@ -2,8 +2,9 @@
 // outputs and gradients of unit variance (as far as the constraint lets them). Each calls the registered operator of
 // its name, torch.ops.plumb.*, and so can be captured, exported and differentiated (twice, too).
 //
-// Types: float32, float64, float16, bfloat16. Errors: plumb::Error(InvalidArgument) for shapes and options that do not
-// fit. Formulas: plumb/scaling/rules.h.
+// Types: float32, float64, float16, bfloat16. Errors: plumb::Error(TensorMismatch) for shapes and
+// plumb::Error(InvalidArgument) for options that do not fit; the rest is torch's own to refuse. Formulas:
+// plumb/scaling/rules.h.
 #pragma once
 
 #include <ATen/ATen.h>
