@@ -81,6 +81,7 @@ TEST(Generators, RefuseCountsThatMakeNoTable) {
   EXPECT_THROW(one_f_one_b_schedule(2, 0), Error);
   EXPECT_THROW(interleaved_1f1b_schedule(2, 2, 0), Error);
   EXPECT_THROW(interleaved_1f1b_schedule(1 << 20, 1, 1 << 20), Error);
+  EXPECT_THROW(gpipe_schedule(1 << 13, 1 << 12), Error) << "a table of gigabytes";
   EXPECT_THROW(make_schedule("ZBVZeroBubble", 2, 4, 3), Error);
   EXPECT_THROW(make_schedule("GPipe", 2, 4, 2), Error);
   EXPECT_THROW(make_schedule("Interleaved1F1B", 2, 4, -1), Error);

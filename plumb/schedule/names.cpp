@@ -15,11 +15,12 @@ namespace schedule_internal {
 Schedule new_table(const char* name, int num_ranks, int num_microbatches, int stages_per_rank, bool v_shape) {
   constexpr int kMost = 1 << 24;
   auto fits = [](int count) { return count >= 1 && count <= kMost; };
-  if (!fits(num_ranks) || !fits(num_microbatches) || !fits(stages_per_rank) || num_ranks > kMost / stages_per_rank) {
+  if (!fits(num_ranks) || !fits(num_microbatches) || !fits(stages_per_rank) || num_ranks > kMost / stages_per_rank ||
+      num_microbatches > kMost / (num_ranks * stages_per_rank)) {
     throw Error(ErrorKind::InvalidArgument,
                 str(name, " cannot be made for ", num_ranks, " ranks, ", num_microbatches, " microbatches and ",
                     stages_per_rank, " stages a rank"),
-                "", "give at least one of each");
+                "", "give at least one of each, and a product of the three of at most 2^24");
   }
   Schedule schedule;
   schedule.name = name;
