@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
+#include "plumb/core/str.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/names.h"
 #include "plumb/numerics/hash.h"
@@ -68,6 +69,18 @@ bool fits(const RecordRule& rule, const HistoryTensor& t) {
   return fits(rule.operators, t.operation) || fits(rule.operators, t.operation.substr(0, t.operation.find('.')));
 }
 
+// A program may fill in rules itself; those of a file are checked when they are read.
+RecordRules checked(RecordRules rules) {
+  for (size_t i = 0; i < rules.rules.size(); ++i) {
+    const RecordRule& rule = rules.rules[i];
+    if (rule.every >= 1 && rule.limit >= 1) continue;
+    throw Error(ErrorKind::InvalidArgument,
+                str("rule ", i + 1, " has every = ", rule.every, " and limit = ", rule.limit, ", numbers of steps"),
+                rule.where, "give both at least 1");
+  }
+  return rules;
+}
+
 // Some of the names or operators there are, for one who looks for the right one.
 std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryTensor::*what) {
   std::vector<std::string> found;
@@ -81,7 +94,7 @@ std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryT
 }  // namespace
 
 Recorder::Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options)
-    : rules_(std::move(rules)),
+    : rules_(checked(std::move(rules))),
       part_(options.part),
       writer_(path, options.append, options.after),
       fitted_(rules_.rules.size()),
@@ -278,6 +291,11 @@ void Recorder::add_hash(HistoryTensor tensor, const at::Tensor& values) {
 }
 
 void Recorder::set_step(int64_t step) {
+  if (step <= writer_.last_step()) {
+    throw Error(ErrorKind::InvalidArgument,
+                str("a recorder is set to step ", step, ", and its history has step ", writer_.last_step()), "",
+                "set a later step, or open the history with RecorderOptions::after, which cuts off later ones");
+  }
   step_ = step;
   prepare();
 }

@@ -47,7 +47,8 @@ class Recorder {
  public:
   using Scalars = std::vector<std::pair<std::string, double>>;
 
-  // Errors: those of HistoryWriter and of attach().
+  // Errors: those of HistoryWriter and of attach(), and Error(InvalidArgument) for rules whose `every` or `limit` is
+  // below 1.
   Recorder(GraphModule& module, RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
   // For modules that are attached later.
   Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
@@ -64,7 +65,7 @@ class Recorder {
   size_t step(const Scalars& scalars = {});
   // Adds the hash of a tensor to the running step: of state between steps, say, under an operation of its own.
   void add_hash(HistoryTensor tensor, const at::Tensor& values);
-  // Sets the number of the step that runs now, which grows.
+  // Sets the number of the step that runs now. Throws Error(InvalidArgument) unless it is after the history's last one.
   void set_step(int64_t step);
   // Returns the rows of the last step() that wrote any, as a history of that one step; empty before.
   History written() const;

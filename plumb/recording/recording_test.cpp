@@ -459,6 +459,18 @@ TEST_F(Recording, StepsThatAreComputedAgainAreThereOnce) {
   EXPECT_EQ(read_history(file()).torn_bytes, 0u);
 }
 
+TEST_F(Recording, RefusesRulesAndStepsThatMakeNoSense) {
+  auto graph = model();
+  RecordRules rules = RecordRules::everything(1);
+  rules.rules[0].every = 0;
+  EXPECT_THAT(message_of([&] { Recorder(*graph, rules, file()); }), HasSubstr("rule 1 has every = 0"));
+  Recorder recorder(*graph, RecordRules::everything(1), file());
+  recorder.set_step(5);
+  recorder.step({{"loss", 1}});
+  EXPECT_THAT(message_of([&] { recorder.set_step(5); }), HasSubstr("set to step 5"));
+  EXPECT_EQ(recorder.current_step(), 6);
+}
+
 TEST_F(Recording, SaysWhichFileCannotBeWritten) {
   EXPECT_THAT(message_of([] { Recorder(RecordRules::everything(), "/proc/none/a.history"); }),
               HasSubstr("/proc/none/a.history"));
