@@ -76,6 +76,23 @@ TEST_F(Options, DrawsABarOnATerminalOnly) {
   EXPECT_EQ(without_times(plumb("show lm.pt2").err), "");
 }
 
+TEST_F(Options, AnInputThatTheFileFixesMayBeLeftOut) {
+  const std::string given = "run dict.pt2 --json --input a.pt --input b.pt --input shift=0.5";
+  const Ended without = plumb(given), with = plumb(given + " --input scale=2.0");
+  ASSERT_EQ(without.code, 0) << without.err;
+  EXPECT_EQ(Json::parse(without.out)["outputs"], Json::parse(with.out)["outputs"]);
+  const Ended other = plumb(given + " --input scale=3.0");
+  EXPECT_EQ(other.code, 1);
+  EXPECT_NE(other.err.find("input 'scale' is fixed to 2"), std::string::npos) << other.err;
+  python(R"py(
+class Named(torch.nn.Module):
+    def forward(self, x, mode, scale=None):
+        return x * 2 if mode == "double" else x
+torch.export.save(torch.export.export(Named(), (torch.ones(6, 8), "double")), "named.pt2")
+)py");
+  EXPECT_EQ(plumb("run named.pt2 --input x.pt").code, 0);
+}
+
 TEST_F(Options, WrongUseNamesTheOptionAndTheFix) {
   ASSERT_EQ(plumb("show lm.pt2 -o lm.txt").code, 0);
   wrong("", "subcommand");

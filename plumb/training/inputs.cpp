@@ -35,6 +35,14 @@ std::string list_inputs(const std::vector<Node*>& inputs) {
   return join(inputs, [](const Node* p) { return p->target() + ": " + type_text(p->result()->meta()); });
 }
 
+// Returns the only value that the program takes for this input, which a file of torch.export says of numbers and texts.
+std::optional<c10::IValue> only_value(const Value& input) {
+  for (const Node* node : input.users()) {
+    if (node->is_op("plumb::check_input") && node->arg(1).is_constant()) return node->arg(1).constant();
+  }
+  return std::nullopt;
+}
+
 bool fits(const TensorMeta& want, const at::Tensor& got) {
   if (got.scalar_type() != want.dtype || got.dim() != static_cast<int64_t>(want.sizes.size())) return false;
   for (size_t i = 0; i < want.sizes.size(); ++i) {
@@ -76,6 +84,10 @@ class Inputs {
     for (size_t i = 0; i < nodes_.size(); ++i) {
       const Value& input = *nodes_[i]->result();
       if (!given_[i]) {
+        if (const auto only = only_value(input)) {
+          values.push_back(*only);
+          continue;
+        }
         throw UsageError(
             option_ + ": no value for input '" + nodes_[i]->target() + "' (" + type_text(input.meta()) + ")",
             option_ + " " + nodes_[i]->target() + "=FILE.pt");
