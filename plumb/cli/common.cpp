@@ -14,6 +14,7 @@
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/split.h"
+#include "plumb/recording/module_diff.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/inputs.h"
 
@@ -158,22 +159,20 @@ std::vector<std::string> output_names(const GraphModule& module) {
   return names;
 }
 
+at::Tensor loss_or_sum(const GraphModule& module, const std::vector<c10::IValue>& outputs) {
+  if (const auto loss = find_loss_by_name(module.out_spec())) {
+    if (const at::Tensor named = sum_of_outputs({outputs.at(*loss)}); named.defined()) return named;
+  }
+  return sum_of_outputs(outputs);
+}
+
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs) {
-  auto has_gradient = [](const c10::IValue& v) {
-    return v.isTensor() && v.toTensor().defined() && v.toTensor().requires_grad();
-  };
-  if (const auto loss = find_loss_by_name(module.out_spec()); loss && has_gradient(outputs.at(*loss))) {
-    return outputs[*loss].toTensor().sum();
-  }
-  at::Tensor sum;
-  for (const c10::IValue& v : outputs) {
-    if (has_gradient(v)) sum = sum.defined() ? sum + v.toTensor().sum() : v.toTensor().sum();
-  }
-  if (!sum.defined()) {
+  const at::Tensor start = loss_or_sum(module, outputs);
+  if (!start.defined()) {
     throw Error(ErrorKind::InvalidArgument, "no output depends on a parameter that has a gradient", "",
                 "leave --backward out, or export the model with parameters that require gradients");
   }
-  return sum;
+  return start;
 }
 
 std::string columns(std::vector<std::vector<std::string>> rows) {

@@ -62,8 +62,10 @@ void write_text(const std::string& text, const std::string& path);
 
 // Returns the outputs' flat names: the keys of a dict, else the names of the values.
 std::vector<std::string> output_names(const GraphModule& module);
-// Returns the scalar that a backward starts from: the output named "loss", else the sum of every floating-point output
-// that has a gradient.
+// Returns the scalar that a backward starts from: the output named "loss", else sum_of_outputs(). Undefined if no
+// output has a gradient.
+at::Tensor loss_or_sum(const GraphModule& module, const std::vector<c10::IValue>& outputs);
+// Returns loss_or_sum(). Throws Error(InvalidArgument) if it is undefined.
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
 
 // Prints on stderr where a result went; nothing for "" and "-".

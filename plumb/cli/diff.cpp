@@ -55,7 +55,7 @@ DiffReport diff_files(const DiffArguments& o, const DiffNames& names, Progress& 
   progress.next("running both");
   if (o.device != "cpu") move_to(device_of(o.device, 0), b.module());
   ModuleDiffOptions options{.tolerance = o.tolerance, .names = names};
-  options.loss = [&](const std::vector<c10::IValue>& outputs) { return backward_start(a.module(), outputs); };
+  options.loss = [&](const std::vector<c10::IValue>& outputs) { return loss_or_sum(a.module(), outputs); };
   return diff(a.module(), b.module(), a.inputs, options);
 }
 

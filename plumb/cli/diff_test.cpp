@@ -74,6 +74,43 @@ TEST_F(Diffs, FilesAreComparedOnAnInput) {
   EXPECT_TRUE(diff("lm.pt2 lm.pt2 --input ids.pt")["equal"].get<bool>());
 }
 
+TEST_F(Diffs, FilesThatWriteIntoInputsOrHaveOutputsWithoutASumAreComparedWithThemselves) {
+  python(R"py(
+from torch import nn
+class Cache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+    def forward(self, x, cache):
+        cache[0].copy_(self.fc(x)[0].detach())
+        return self.fc(x) + cache
+class Complex(Cache):
+    def forward(self, x):
+        return torch.fft.rfft(self.fc(x)), self.fc(x)
+class Nothing(nn.Module):
+    def forward(self, ids):
+        return ids * 0.5
+class Bytes(Cache):
+    def forward(self, x):
+        return self.fc(x).to(torch.float8_e5m2)
+x = torch.randn(4, 4)
+for name, model, args in [("cache", Cache(), (x, torch.zeros(4, 4))), ("complex", Complex(), (x,)),
+                          ("nothing", Nothing(), (torch.arange(3),)), ("bytes", Bytes(), (x,))]:
+    torch.save(args, f"{name}.pt")
+    torch.export.save(torch.export.export(model, args), f"{name}.pt2")
+)py");
+  for (const std::string name : {"cache", "complex", "nothing", "bytes"}) {
+    SCOPED_TRACE(name);
+    const Json found = diff(name + ".pt2 " + name + ".pt2 --input " + name + ".pt");
+    EXPECT_TRUE(found["equal"].get<bool>()) << found["conclusion"];
+  }
+  for (const char* name : {"complex", "bytes"}) {
+    const std::string file = name;
+    EXPECT_EQ(plumb("run " + file + ".pt2 --backward --input " + file + ".pt -o got.pt").code, 0);
+    python("assert torch.load('got.pt')['gradients']['fc.bias'].gt(0).all()");
+  }
+}
+
 TEST_F(Diffs, RefusesWhatCannotBeCompared) {
   wrong("diff lm.pt2 h_none", "are of two kinds");
   wrong("diff h_none h_none --tolerance nan", "--tolerance");

@@ -50,22 +50,14 @@ std::optional<at::Device> device_of(const GraphModule& module) {
   return std::nullopt;
 }
 
-at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs) {
-  at::Tensor sum;
-  for (const c10::IValue& out : outputs) {
-    if (!out.isTensor() || !out.toTensor().defined() || !out.toTensor().requires_grad()) continue;
-    const at::Tensor part = out.toTensor().sum();
-    sum = sum.defined() ? sum + part : part;
-  }
-  return sum;
-}
-
-std::vector<c10::IValue> on_device_of(const GraphModule& module, std::vector<c10::IValue> inputs) {
+// Returns copies: a program may write into its inputs, and the other one gets the same.
+std::vector<c10::IValue> copies_on_device_of(const GraphModule& module, std::vector<c10::IValue> inputs) {
   const auto device = device_of(module);
   for (c10::IValue& input : inputs) {
     if (!input.isTensor() || !input.toTensor().defined()) continue;
     const at::Tensor& given = input.toTensor();
-    input = device ? given.detach().to(*device).requires_grad_(given.requires_grad()) : given.detach();
+    const bool elsewhere = device && *device != given.device();
+    input = (elsewhere ? given.detach().to(*device) : given.detach().clone()).requires_grad_(given.requires_grad());
   }
   return inputs;
 }
@@ -95,6 +87,19 @@ void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModu
 }
 
 }  // namespace
+
+at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs) {
+  at::Tensor sum;
+  for (const c10::IValue& out : outputs) {
+    if (!out.isTensor() || !out.toTensor().defined() || !out.toTensor().requires_grad()) continue;
+    at::Tensor part = out.toTensor();
+    if (c10::isFloat8Type(part.scalar_type())) part = part.to(at::kFloat);  // torch has no sum of them
+    part = part.sum();
+    if (part.is_complex()) part = at::real(part);
+    sum = sum.defined() ? sum + part : part;
+  }
+  return sum;
+}
 
 ModuleDiff::ModuleDiff(const GraphModule& given_a, const GraphModule& given_b) {
   a = tracked(given_a, of_a_);
@@ -141,7 +146,7 @@ DiffReport diff(const GraphModule& a, const GraphModule& b, const std::vector<c1
                 const ModuleDiffOptions& options) {
   ModuleDiff both(a, b);
   both.run([&](GraphModule& module) {
-    const std::vector<c10::IValue> outputs = module.run(on_device_of(module, inputs));
+    const std::vector<c10::IValue> outputs = module.run(copies_on_device_of(module, inputs));
     return options.loss ? options.loss(outputs) : sum_of_outputs(outputs);
   });
   return both.report(options.names, options.tolerance);

@@ -34,14 +34,16 @@ class ModuleDiff {
   std::shared_ptr<ScaleTracker> of_a_, of_b_;
 };
 
+// Returns the sum of the outputs that require gradients, of complex ones the real part. Undefined if none does.
+at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs);
+
 struct ModuleDiffOptions {
-  // Returns the loss to go backward from; empty: the sum of the floating-point outputs that require gradients. If none
-  // does, only values are compared.
+  // Returns the loss to go backward from; empty: sum_of_outputs(). If it is undefined, only values are compared.
   std::function<at::Tensor(const std::vector<c10::IValue>& outputs)> loss = {};
   double tolerance = 0;
   DiffNames names = {};
 };
-// Runs both on these flat inputs, each on the device of its own tensors. The modules stay as they were.
+// Runs both on copies of these flat inputs, each on the device of its own tensors. The modules stay as they were.
 DiffReport diff(const GraphModule& a, const GraphModule& b, const std::vector<c10::IValue>& inputs,
                 const ModuleDiffOptions& options = {});
 

@@ -132,10 +132,15 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
 def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
     net = module if isinstance(module, nn.Module) else load_pt2(os.fspath(module))
     device = next((p.device for p in net.parameters()), None)
-    its = pytree.tree_map_only(Tensor, lambda x: x.detach().to(device).requires_grad_(x.requires_grad), args)
-    graph = net if isinstance(net, GraphModule) else capture(net, *its)
+
+    def copies() -> tuple:  # copies: neither module sees what the other writes into its inputs
+        return pytree.tree_map_only(
+            Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), args
+        )
+
+    graph = net if isinstance(net, GraphModule) else capture(net, *copies())
     sync_state(graph._engine, graph._slots)
-    return graph, its
+    return graph, copies()
 
 
 def _loss(graph: GraphModule, args: tuple, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
@@ -148,5 +153,6 @@ def _loss(graph: GraphModule, args: tuple, loss: Callable[[Any], Tensor] | None)
                 f"the loss is a {type(value).__name__}", remedy="return a tensor of one element to go backward from"
             )
         return value
-    ends = [x.sum() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-    return torch.stack([end.double() for end in ends]).sum() if ends else None
+    ends = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+    ends = [(x.float() if x.dtype.itemsize == 1 else x).sum() for x in ends]  # torch has no sum of 8-bit formats
+    return torch.stack([(end.real if end.is_complex() else end).double() for end in ends]).sum() if ends else None

@@ -146,6 +146,36 @@ def test_modules_keep_buffers_and_draw_the_same_numbers():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+class Cache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache[0].copy_(self.fc(x)[0].detach())
+        return self.fc(x) + cache
+
+
+def test_what_a_module_writes_into_an_input_is_not_seen_by_the_other(tmp_path):
+    torch.manual_seed(0)
+    model, x, cache = Cache(), torch.randn(4, 4), torch.zeros(4, 4)
+    torch.export.save(torch.export.export(model, (x, cache.clone())), tmp_path / "net.pt2")
+    for other in (model, tmp_path / "net.pt2"):
+        found = plumb.diff(model, other, (x, cache))
+        assert found.equal and found.compared > 4, found
+    assert not cache.any()
+
+
+class Spectrum(Cache):
+    def forward(self, x):
+        return torch.fft.rfft(self.fc(x)), self.fc(x).to(torch.float8_e5m2)
+
+
+def test_outputs_without_a_real_sum_have_gradients():
+    model = Spectrum()
+    assert plumb.diff(model, copy.deepcopy(model), torch.randn(4, 4)).equal
+
+
 def test_wrong_arguments_are_refused_with_what_to_do():
     def refused(match, *args, **options):
         with pytest.raises(plumb.Error, match=match):
