@@ -59,6 +59,8 @@ std::string DiffReport::conclusion() const {
     std::string text = (up_to.empty() ? "Equal." : up_to) + c10::str(" ", compared, " tensors were compared.");
     for (const auto& [steps, run] : {std::pair(steps_only_a, a), std::pair(steps_only_b, b)})
       if (steps > 0) text += c10::str(" ", steps, steps == 1 ? " step is" : " steps are", " only in ", run, ".");
+    for (const auto& [names, run] : {std::pair(&only_a, a), std::pair(&only_b, b)})
+      if (!names->empty()) text += c10::str(" Not compared, only in ", run, ": ", few(*names), ".");
     return text;
   }
   const HistoryTensor& tensor = tensors[first->tensor].tensor;

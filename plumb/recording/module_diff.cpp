@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/module_state_guard.h"
@@ -42,6 +44,17 @@ std::vector<std::string> operators_of(const GraphModule& module) {
   for (const Node* node : module.graph().nodes())
     if (node->is_call() && !node->is_op("plumb::track")) names.push_back(node->target());
   return names;
+}
+
+// Slots of the outputs; -1 for those that are not tracked.
+std::vector<int64_t> slots_of_outputs(const GraphModule& module, const ScaleTracker& tracker) {
+  std::vector<int64_t> slots;
+  for (const Value* output : module.graph().output_node()->inputs()) {
+    const Node* node = output->producer();
+    const bool here = node->is_op("plumb::track") && node->arg("tracker") == Arg(tracker.id());
+    slots.push_back(here ? node->arg("slot").constant().toInt() : -1);
+  }
+  return slots;
 }
 
 std::optional<at::Device> device_of(const GraphModule& module) {
@@ -116,12 +129,25 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
   if (operators_of(*a) != operators_of(*b) || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
   std::map<std::string, TrackedTensor> others;
   for (TrackedTensor& each : tracked_tensors(*b, *of_b_)) others.emplace(name_key(each.tensor), std::move(each));
+  std::vector<TrackedTensor> all = tracked_tensors(*a, *of_a_);
+  // Outputs whose names the other module does not have are compared by their places.
+  const auto outputs_a = slots_of_outputs(*a, *of_a_), outputs_b = slots_of_outputs(*b, *of_b_);
+  std::set<std::string> names_of_a;
+  for (const TrackedTensor& each : all) names_of_a.insert(name_key(each.tensor));
+  const auto find_other = [&](const TrackedTensor& each) {
+    const auto named = others.find(name_key(each.tensor));
+    const auto place = std::ranges::find(outputs_a, each.slot);
+    if (named != others.end() || place == outputs_a.end() || outputs_a.size() != outputs_b.size()) return named;
+    const int64_t slot = outputs_b[static_cast<size_t>(place - outputs_a.begin())];
+    return std::ranges::find_if(
+        others, [&](const auto& other) { return other.second.slot == slot && !names_of_a.contains(other.first); });
+  };
   std::vector<Compared> compared;
-  for (TrackedTensor& each : tracked_tensors(*a, *of_a_)) {
+  for (TrackedTensor& each : all) {
     const size_t place = report.tensors.size();
     each.tensor.inputs.assign(each.inputs.begin(), each.inputs.end());
     report.tensors.push_back({each.tensor});
-    const auto other = others.find(name_key(each.tensor));
+    const auto other = find_other(each);
     if (other == others.end()) {
       report.only_a.push_back(each.tensor.name);
       continue;

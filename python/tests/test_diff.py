@@ -176,6 +176,27 @@ def test_outputs_without_a_real_sum_have_gradients():
     assert plumb.diff(model, copy.deepcopy(model), torch.randn(4, 4)).equal
 
 
+class One(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return x * 2, self.function(x)
+
+
+def test_outputs_of_other_names_are_compared_by_their_places():
+    x = torch.randn(3, 4)
+    found = plumb.diff(One(torch.round), One(torch.floor), x)
+    assert not found.equal and found.first["tensor"] == "round", found
+    a, b = net(), nn.Sequential(nn.Sequential(net()))
+    found = plumb.diff(a, b, torch.randn(2, 8))
+    assert found.equal and "only in a: 0.weight" in found.conclusion, found
+    torch.manual_seed(1)
+    b[0][0][2].reset_parameters()
+    assert plumb.diff(a, b, torch.randn(2, 8)).first["tensor"] == "2.linear_1"
+
+
 def test_wrong_arguments_are_refused_with_what_to_do():
     def refused(match, *args, **options):
         with pytest.raises(plumb.Error, match=match):
