@@ -34,7 +34,8 @@ class Verdict:
         self.recipes: dict[str, dict[str, Any]] = {one["recipe"]: one for one in found["recipes"]}
         """By name: ``backward``, ``forward`` (errors of the gradient; None if it is not finite), ``score``, ``verdict``
         (``"ok"``, ``"doubtful"``, ``"no"``), ``sentence``, ``products`` (``product``, ``direction``, ``gain``, the largest
-        gain first), ``remedied`` (the errors with the remedy) and ``file`` (the remedy as a recipe)."""
+        gain first), ``last`` and ``remedied`` (the errors of the last batch without and with the remedy) and ``file`` (the
+        remedy as a recipe)."""
         self.gradients: int = found["gradients"]
         """The number of gradients that were computed, in full precision and rounded."""
 

@@ -203,10 +203,12 @@ class Remedy {
       : verdict_(verdict), module_(module), measure_(std::move(measure)) {}
 
   void find() {
-    verdict_.remedied = {measure_(verdict_.recipe, true), measure_(verdict_.recipe, false)};
-    if (scale_loss() || scale_units()) return;
-    name_products();
-    keep_products();
+    verdict_.remedied = verdict_.last = {measure_(verdict_.recipe, true), measure_(verdict_.recipe, false)};
+    if (!scale_loss() && !scale_units()) {
+      name_products();
+      keep_products();
+    }
+    if (!verdict_.changed()) verdict_.remedied = verdict_.error;
   }
 
  private:
@@ -249,7 +251,7 @@ class Remedy {
     recipe.unit_scaled = true;
     try {
       const GradientError error{measure_(recipe, true), measure_(recipe, false)};
-      if (error.verdict() != VerdictClass::Ok) return false;
+      if (error.verdict() != VerdictClass::Ok || !(error.score() < 0.9 * verdict_.remedied.score())) return false;
       verdict_.remedy = recipe;
       verdict_.remedied = error;
       return true;
@@ -336,7 +338,7 @@ VerdictReport Verdict::conclude(const Parts& parts) {
   for (RecipeVerdict& verdict : out.recipes) {
     verdict.error.backward /= batches;
     verdict.error.forward /= batches;
-    verdict.remedied = verdict.error;
+    verdict.last = verdict.remedied = verdict.error;
     if (!options_.explain || !verdict.problem.empty() || verdict.error.verdict() == VerdictClass::Ok) continue;
     if (!batch) batch.emplace(module_, parts, static_cast<uint64_t>(out.batches), out);
     if (options_.phase) options_.phase("what stands in the way of " + verdict.name);

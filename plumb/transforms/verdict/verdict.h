@@ -52,9 +52,10 @@ struct RecipeVerdict {
   std::string problem;  // why it was not measured; "" if it was
   GradientError error;  // the mean of the batches
 
-  // The recipe with its remedy, and the error with it in the last batch; the recipe itself where it is ok or has none.
+  // The recipe with its remedy, and the errors of the last batch without and with it. The recipe itself and `error`
+  // where it is ok or has none.
   FormatRecipe remedy;
-  GradientError remedied;
+  GradientError last, remedied;
   std::vector<ProductVerdict> products;  // the largest gain first; empty where range is the remedy
 
   bool changed() const { return !(remedy == recipe); }

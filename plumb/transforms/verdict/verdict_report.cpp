@@ -49,10 +49,15 @@ std::string RecipeVerdict::sentence() const {
                               *format == "none" ? "full precision" : *format));
     }
   }
-  if (what.empty()) return as_it_is + ". Neither a scale nor single products mend it.";
+  if (what.empty()) {
+    return last.verdict() == VerdictClass::Ok
+               ? as_it_is + ". In the last batch it is ok as it is: the score is " + score_text(last.score()) + "."
+               : as_it_is + ". Neither a scale nor single products mend it.";
+  }
   const bool range = lacks_range() && remedy.products == recipe.products;
-  return c10::str(as_it_is, range ? ". What it lacks is range: with " : ". With ", join(what), " the score is ",
-                  score_text(remedied.score()), ", ", to_string(remedied.verdict()), ".");
+  return c10::str(as_it_is, range ? ". What it lacks is range: with " : ". With ", join(what),
+                  " the score of the last batch is ", score_text(remedied.score()), " instead of ",
+                  score_text(last.score()), ", ", to_string(remedied.verdict()), ".");
 }
 
 const RecipeVerdict* VerdictReport::best() const {
@@ -131,6 +136,7 @@ nlohmann::json VerdictReport::to_json() const {
       one["problem"] = v.problem;
     } else {
       one.update(errors(v.error));
+      one["last"] = errors(v.last);
       one["remedied"] = errors(v.remedied);
       one["file"] = v.remedy.to_toml();
       one["products"] = nlohmann::json::array();

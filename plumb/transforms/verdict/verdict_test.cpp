@@ -97,6 +97,18 @@ TEST(Verdict, ALossScaleMendsGradientsBelowTheRangeOfAFormat) {
   EXPECT_THAT(report.recipe_file(), HasSubstr("\nloss-scale = "));
 }
 
+TEST(Verdict, ARecipeThatOnlyTheLastBatchCallsOkIsNotRecommendedForIt) {
+  const auto small = [](GraphModule& graph) { return batch(1)[0](graph) * std::ldexp(1.0, -40); };
+  const auto report = verdict(*two_branches(1), {Verdict::Parts{small}, batch(2)}, {.recipes = {"fp8"}});
+  const RecipeVerdict& fp8 = report.recipes[0];
+  EXPECT_EQ(fp8.error.verdict(), VerdictClass::No);
+  EXPECT_EQ(fp8.last.verdict(), VerdictClass::Ok);
+  EXPECT_FALSE(fp8.changed());
+  EXPECT_EQ(fp8.remedied.verdict(), VerdictClass::No) << "no remedy, so no better than it is";
+  EXPECT_THAT(report.conclusion(), HasSubstr("No recipe is ok. The nearest: fp8: no"));
+  EXPECT_THAT(report.conclusion(), HasSubstr("In the last batch it is ok as it is"));
+}
+
 TEST(Verdict, NamesTheProductAndDirectionThatStandInTheWay) {
   const auto report = of(*two_branches(1, std::ldexp(1.0, -40)), {"none/e5m2", "bf16"});
   const RecipeVerdict& fp8 = report.recipes[0];
