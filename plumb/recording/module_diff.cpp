@@ -22,7 +22,7 @@ using Direction = ScaleTracker::Direction;
 std::shared_ptr<GraphModule> tracked(const GraphModule& module, std::shared_ptr<ScaleTracker>& tracker) {
   tracker = ScaleTracker::create();
   auto made = derive(module);
-  track_scales(*made, *tracker);
+  track_scales(*made, *tracker, nullptr, true);
   for (size_t slot = 0; slot < tracker->num_slots(); ++slot)
     tracker->want(static_cast<int64_t>(slot), {.metrics = false, .keep = true});
   return made;

@@ -197,6 +197,35 @@ def test_outputs_of_other_names_are_compared_by_their_places():
     assert plumb.diff(a, b, torch.randn(2, 8)).first["tensor"] == "2.linear_1"
 
 
+class Largest(nn.Module):
+    def __init__(self, dim, scale=1.0):
+        super().__init__()
+        self.fc, self.dim, self.scale = nn.Linear(4, 4), dim, scale
+        self.register_buffer("offset", torch.arange(4))
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y, y.argmax(self.dim) + self.offset, torch.fft.rfft(y) * complex(0, self.scale), y > 0
+
+
+def test_differences_of_numbers_that_are_not_floats_are_found(tmp_path):
+    torch.manual_seed(0)
+    model, x = Largest(0), torch.randn(4, 4)
+
+    def other(*options):
+        made = Largest(*options)
+        made.load_state_dict(model.state_dict())
+        return made
+
+    assert plumb.diff(model, other(0), x).equal
+    assert plumb.diff(model, other(1), x).first["operator"] == "aten::argmax"
+    moved = other(0)
+    moved.offset[2] = 9
+    assert plumb.diff(model, moved, x).first["tensor"] == "offset"
+    scaled = plumb.diff(model, other(0, 2.0), x).first
+    assert (scaled["operator"], scaled["kind"], scaled["relative"]) == ("aten::mul.Tensor", "value", 1.0), scaled
+
+
 def test_wrong_arguments_are_refused_with_what_to_do():
     def refused(match, *args, **options):
         with pytest.raises(plumb.Error, match=match):

@@ -26,7 +26,8 @@ bool is_tracked(const Value* value, int64_t tracker) {
 }
 
 template <class AddSlot>
-bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_slot, Report& report) {
+bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_slot, Report& report,
+                     bool every_type = false) {
   Graph& graph = module.graph();
   bool changed = false;
   for (Node* node : graph.nodes()) {
@@ -34,8 +35,8 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
     for (Value* value : node->results()) {
       if (node->is_op(kTrackRounded) && node->arg("tracker") == Arg(tracker) && node->arg("after") != Arg(int64_t(-1)))
         continue;
-      if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) ||
-          is_tracked(value, tracker))
+      if (!value->is_tensor() || !value->has_uses() || is_tracked(value, tracker) ||
+          !(every_type || may_be_float(value, module.state())))
         continue;
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
@@ -66,10 +67,10 @@ const RegisterTransform track_scales_pass{
 
 }  // namespace
 
-bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report) {
+bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report, bool every_type) {
   Report own("track_scales");
   return insert_tracking(
-      module, tracker.id(), [&](bool input) { return tracker.add_slot(input); }, report ? *report : own);
+      module, tracker.id(), [&](bool input) { return tracker.add_slot(input); }, report ? *report : own, every_type);
 }
 
 std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,

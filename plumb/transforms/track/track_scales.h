@@ -18,8 +18,9 @@
 namespace plumb {
 
 // Inserts a plumb::track node after every floating-point tensor that is used: inputs, parameters, buffers, results.
-// Values that are tracked already are not tracked again. Returns whether anything changed.
-bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report = nullptr);
+// Values that are tracked already are not tracked again. Returns whether anything changed. `every_type`: also after
+// tensors of other types, of which a slot keeps values (ScaleTracker::Wanted::keep) and measures nothing.
+bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report = nullptr, bool every_type = false);
 
 // Returns a new module that shares the tensors of `module`, with a tracker of its own (TransformedModule::tracker). A
 // module that is tracked already keeps its tracker, and what has come new since is tracked too.
