@@ -293,8 +293,9 @@ void Recorder::add_hash(HistoryTensor tensor, const at::Tensor& values) {
 void Recorder::set_step(int64_t step) {
   if (step <= writer_.last_step()) {
     throw Error(ErrorKind::InvalidArgument,
-                str("a recorder is set to step ", step, ", and its history has step ", writer_.last_step()), "",
-                "set a later step, or open the history with RecorderOptions::after, which cuts off later ones");
+                str("a recorder is set to step ", step, ", and the next of its history is ", writer_.last_step() + 1,
+                    " or later"),
+                "", "set a later step, or open the history with RecorderOptions::after, which cuts off later ones");
   }
   step_ = step;
   prepare();
