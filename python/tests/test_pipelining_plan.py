@@ -68,6 +68,9 @@ def test_what_cannot_be_planned_says_why(net, tmp_path):
     for link in ((0, 1), (float("inf"), 1), (1, float("nan"))):
         with pytest.raises(plumb.Error, match="the link has no rate"):
             plan(net, (x,), ranks=2, link=link)
+    for counts in ([], [0], [1, -3], [10**9]):
+        with pytest.raises(plumb.Error, match="stages_per_rank are no numbers from 1 to 1024"):
+            plan(net, (x,), ranks=2, stages_per_rank=counts)
     (tmp_path / "bad.json").write_text('{"plumb_plan": 1}')
     with pytest.raises(plumb.Error, match="is no plan of plumb"):
         Plan(tmp_path / "bad.json")

@@ -27,6 +27,12 @@ class Planner {
       : module_(module), inputs_(inputs), request_(request), phase_(phase) {}
 
   PlannedModel plan() {
+    constexpr int kMostStages = 1024;  // a rank
+    const std::vector<int>& counts = request_.stages_per_rank;
+    if (counts.empty() || std::ranges::any_of(counts, [](int n) { return n < 1 || n > kMostStages; })) {
+      throw Error(ErrorKind::InvalidArgument, "stages_per_rank are no numbers from 1 to 1024", "",
+                  "1, 2, 3: all are compared");
+    }
     CompareOptions compare;
     compare.memory_limit = request_.memory_limit;
     compare.stages_per_rank = request_.stages_per_rank;
