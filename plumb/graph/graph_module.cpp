@@ -168,6 +168,7 @@ void GraphModule::sync_module() {
 
 void GraphModule::set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const std::lock_guard guard(*lock_);
+  for (const auto& [name, tensor] : tensors) state_.get(name);
   for (const auto& [name, tensor] : tensors) state_.set(name, tensor);
   register_members();
 }

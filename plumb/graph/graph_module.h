@@ -46,7 +46,7 @@ class GraphModule : public torch::nn::Module {
   // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive.
   std::shared_ptr<const Plan> plan();
 
-  // Puts other tensors in the place of the state's of these names, and into the module's.
+  // Puts other tensors in the place of those of these names. Throws Error(UnknownName) for one that the state lacks.
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
   // Sets the mode; eval() calls it, too. Throws Error(InvalidState) if the other mode would change what an operator

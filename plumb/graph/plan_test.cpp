@@ -167,6 +167,9 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   EXPECT_FALSE(copy->named_parameters()["embed.weight"].is_same(tied));
   EXPECT_TRUE(copy->named_parameters()["embed.weight"].is_same(copy->named_parameters()["head.weight"]));
   EXPECT_NO_THROW(m.lint());
+  EXPECT_THROW(m.set_state({{"scale", at::zeros({})}, {"scael", at::ones({})}}), Error);
+  EXPECT_EQ(m.parameters().size(), 4u);
+  EXPECT_EQ(m.state().get("scale").tensor.item<float>(), 1);
 }
 
 TEST(GraphModule, RefusesInputsOfAnotherSignature) {
