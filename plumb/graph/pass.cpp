@@ -124,6 +124,8 @@ std::vector<PassResult> run_passes(const std::vector<PassStep>& steps, GraphModu
   std::vector<PassResult> results;
   dump("input");
   for (const PassStep& step : steps) {
+    if (!step.pass)
+      throw Error(ErrorKind::InvalidArgument, "a step has no pass", "", "parse_pass_step() makes one of a pass's name");
     if (options.before) options.before(step);
     PassResult result{step.pass->name, false, 0, {}};
     const auto begin = std::chrono::steady_clock::now();

@@ -53,6 +53,7 @@ TEST(RunPasses, RunsStepsInOrderAndSaysWhatEachDid) {
   EXPECT_FALSE(results[2].changed);
   for (const PassResult& r : results) EXPECT_GE(r.seconds, 0);
   EXPECT_EQ(m.graph().size(), 4u);
+  EXPECT_THROW(run_passes({PassStep()}, m), Error);
 }
 
 TEST(RunPasses, WritesTheGraphBeforeAndAfterEveryStep) {
