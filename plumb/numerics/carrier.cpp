@@ -46,7 +46,9 @@ void check_tensor(const at::Tensor& x, const char* what) {
                 "make it dense first (to_dense)");
 }
 
-kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carrier) {
+kernel::RoundingSpec rounding_spec(const FPFormat& given, kernel::Carrier carrier) {
+  // Refuses bits that a program has set out of range itself.
+  const FPFormat format = given.with_rounding(given.rounding, given.srbits);
   kernel::RoundingSpec spec;
   switch (format.rounding) {
     case Rounding::Nearest: spec.mode = kernel::RoundingSpec::Nearest; break;
@@ -75,6 +77,9 @@ kernel::Carrier computed_in(kernel::Carrier carrier) {
 }
 
 kernel::BlockSpec block_spec(const FPFormat& format, kernel::Carrier carrier) {
+  if (format.block_size < 1)
+    throw Error(ErrorKind::InvalidArgument, "a number format has blocks of " + std::to_string(format.block_size), "",
+                "take a format by its name, FPFormat::parse(\"mxfp8\"), which knows its blocks");
   const FPFormat scales = FPFormat::parse("e4m3fn-RN");
   kernel::BlockSpec spec;
   spec.size = format.block_size;

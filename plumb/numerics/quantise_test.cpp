@@ -285,6 +285,11 @@ TEST(Quantise, RefusesWithAWord) {
   at::Tensor out = at::empty({3});
   EXPECT_THROW(quantise_out(out, at::randn({4}), format), Error);
   EXPECT_THROW(quantise_out(out, at::randn({3}, at::kDouble), format), Error);
+  FPFormat wide = format, blockless = FPFormat::parse("mxfp8");
+  wide.exponent_bits = 99;
+  blockless.block_size = 0;
+  EXPECT_THROW(quantise(at::ones({4}), wide), Error);
+  EXPECT_THROW(quantise(at::ones({4}), blockless), Error);
   at::Tensor expanded = at::randn({1}).expand({4});
   EXPECT_THROW(quantise_(expanded, format), Error);
   EXPECT_THROW(quantise_out(expanded, at::randn({4}), format), Error);
