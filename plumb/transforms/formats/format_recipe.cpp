@@ -261,6 +261,7 @@ std::vector<std::string> product_names(const GraphModule& module) {
 }
 
 bool scale_gradients(GraphModule& module, double scale) {
+  FormatRecipe{.loss_scale = scale}.check();
   if (scale == 1) return false;
   Graph& graph = module.graph();
   bool changed = false;

@@ -78,6 +78,7 @@ bool apply_recipe(GraphModule& module, const FormatRecipe& given, Report* report
 // Multiplies the gradients of all outputs by a power of two, and those that reach parameters and inputs by its inverse:
 // what loss scaling and the division before the optimizer's step do together, inside of the graph. Gradients that no
 // product rounds keep their bits, as long as they stay in the range of their dtype. Returns whether anything changed.
+// Throws Error(InvalidArgument) for another number.
 bool scale_gradients(GraphModule& module, double scale);
 
 }  // namespace plumb

@@ -111,6 +111,7 @@ TEST(FormatRecipe, ALossScaleChangesNoBitUntilSomethingIsRounded) {
   EXPECT_TRUE(scale_gradients(*scaled, 4096));
   scaled->lint();
   EXPECT_FALSE(scale_gradients(*scaled, 1));
+  for (double scale : {-2.0, 0.0, 3.0, std::nan("")}) EXPECT_THROW(scale_gradients(*scaled, scale), Error) << scale;
   const auto same = gradients(*scaled, x);
   for (size_t i = 0; i < full.size(); ++i) EXPECT_TRUE(same[i].equal(full[i]));
   const auto error = [&](double scale) {
