@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <set>
 #include <unordered_set>
 
@@ -114,6 +115,8 @@ Pipe Pipe::with_stages(std::vector<std::shared_ptr<GraphModule>> stages) const {
   if (stages.size() != stages_.size()) {
     throw Error(ErrorKind::StructureMismatch, str("the pipe has ", num_stages(), " stages, got ", stages.size()));
   }
+  if (std::ranges::any_of(stages, [](const auto& stage) { return !stage; }))
+    throw Error(ErrorKind::InvalidArgument, "a stage of the pipe is a null pointer", "", "give it every stage's graph");
   Pipe other = *this;
   other.stages_ = std::move(stages);
   return other;

@@ -33,6 +33,7 @@ TEST(Pipe, TakesStructuredCallsAsTheWholeDoes) {
               HasSubstr("input 'x' should be f32[2]"));
   EXPECT_THAT(message_of([&] { pipe->run({ones_there({2})}); }), HasSubstr("takes 2 inputs, got 1"));
   EXPECT_THAT(message_of([&] { pipe->stage(2); }), HasSubstr("no stage 2, it has 2"));
+  EXPECT_THAT(message_of([&] { pipe->with_stages({pipe->stage(0), nullptr}); }), HasSubstr("a null pointer"));
   EXPECT_THAT(message_of([&] { pipe->run_with_backward({}); }), HasSubstr("no loss"));
   EXPECT_FALSE(pipe->has_loss_and_backward());
 }

@@ -62,10 +62,12 @@ PipelineSetup setup_by_hand(PipeTable layout, int stage) {
 
 StepDriver::StepDriver(StageRunner& runner) : runner_(&runner) {}
 
-StepDriver::StepDriver(PipeTable layout, int stage, std::shared_ptr<StageFunction> function)
-    : own_(std::make_unique<StageRunner>(setup_by_hand(std::move(layout), stage),
-                                         std::map<int, std::shared_ptr<StageFunction>>{{stage, std::move(function)}})),
-      runner_(own_.get()) {}
+StepDriver::StepDriver(PipeTable layout, int stage, std::shared_ptr<StageFunction> function) {
+  if (!function) throw Error(ErrorKind::InvalidArgument, str("the function of stage ", stage, " is a null pointer"));
+  own_ = std::make_unique<StageRunner>(setup_by_hand(std::move(layout), stage),
+                                       std::map<int, std::shared_ptr<StageFunction>>{{stage, std::move(function)}});
+  runner_ = own_.get();
+}
 
 StepDriver::StepDriver(StepDriver&&) noexcept = default;
 StepDriver::~StepDriver() = default;

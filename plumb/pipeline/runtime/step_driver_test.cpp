@@ -162,6 +162,10 @@ TEST(Hooks, AreToldApartFromTheDriverOfNoStep) {
   EXPECT_THAT(message_of([&] { driver.forward(3, 0); }), HasSubstr("stage 3 is not on this rank"));
 }
 
+TEST(StepDriver, RefusesAStageWithoutAFunction) {
+  EXPECT_THAT(message_of([] { StepDriver(test_model("mlp", 1).layout, 0, nullptr); }), HasSubstr("a null pointer"));
+}
+
 TEST(StepDriver, RunsAStageByHand) {
   for (const bool halves : {false, true}) {
     TestModel model = test_model("skip", 2);

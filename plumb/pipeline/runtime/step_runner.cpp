@@ -239,6 +239,8 @@ void StepRunner::check_batch(const std::vector<Tensors>& in, const std::vector<T
   if (!rows.empty() && static_cast<int>(rows.size()) != num) {
     throw Error(ErrorKind::StructureMismatch, str(rows.size(), " row counts for ", num, " microbatches"));
   }
+  if (std::ranges::any_of(rows, [](int64_t n) { return n < 0; }))
+    throw Error(ErrorKind::InvalidArgument, "a microbatch has a negative number of rows");
 }
 
 void StepRunner::begin(bool train, StepBatch batch, int64_t rows_of_all) {
@@ -321,6 +323,7 @@ void StepRunner::finish_gradients(StepResult& done) {
 StepResult StepRunner::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt, std::vector<int64_t> rows,
                            bool train, int64_t rows_of_all) {
   check_batch(in, tgt, rows);
+  if (rows_of_all < 0) throw Error(ErrorKind::InvalidArgument, "all replicas together have a negative number of rows");
   if (rows.empty()) rows.assign(setup_.schedule.num_microbatches, 1);
   const RunPlan& plan = train ? train_plan_ : eval_plan_;
   const KeepWeightCodes cast_once;
