@@ -224,7 +224,7 @@ std::vector<std::string> Transport::exchange(const std::string& own) {
 void Transport::begin_step(const MessagePlan& plan) {
   auto& s = *state_;
   s.check_usable();
-  if (s.plan != nullptr) throw Error(ErrorKind::Internal, "a step began before the last one ended");
+  if (s.plan != nullptr) throw Error(ErrorKind::InvalidState, "a step began before the last one ended");
   if (!s.group.backend() && !(plan.sends.empty() && plan.receives.empty())) {
     throw Error(ErrorKind::Schedule, "the step has messages between ranks and the process group has one process");
   }
