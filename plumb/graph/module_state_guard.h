@@ -60,7 +60,7 @@ class ModuleStateGuard {
   std::map<int, Kept> contents_;  // by index
   struct Gradient {
     at::Tensor parameter, grad;  // `grad` as it was at first
-    int64_t version;             // of `grad` at first; 0 where a tensor has none
+    int64_t version;             // version of `grad` at first; 0 where a tensor has none
   };
   struct Drawn {
     at::Generator generator;

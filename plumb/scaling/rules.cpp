@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/scaling/rules_internal.h"
 
 namespace plumb::rules {
@@ -156,7 +158,7 @@ Residual residual(double tau) {
   const double norm = std::sqrt(1 + tau * tau);
   if (!std::isfinite(norm)) {
     throw Error(ErrorKind::InvalidArgument,
-                "The weight tau of a residual branch must be a finite number, not " + std::to_string(tau) + ".", "",
+                "The weight tau of a residual branch must be a finite number, not " + short_number(tau) + ".", "",
                 "give the branch the weight that it has beside its skip: 0.5, say");
   }
   return {tau / norm, 1 / norm};
