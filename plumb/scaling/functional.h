@@ -2,9 +2,9 @@
 // outputs and gradients of unit variance (as far as the constraint lets them). Each calls the registered operator of
 // its name, torch.ops.plumb.*, and so can be captured, exported and differentiated (twice, too).
 //
-// Types: float32, float64, float16, bfloat16. Shapes that do not fit are errors of the kind TensorMismatch, options that
-// do not fit of InvalidArgument and UnknownName. torch's operators refuse the rest with errors of their own. Formulas:
-// plumb/scaling/rules.h.
+// Types: float32, float64, float16, bfloat16. Shapes that do not fit are errors of the kind TensorMismatch, options
+// that do not fit of InvalidArgument and UnknownName. torch's operators refuse the rest with errors of their own.
+// Formulas: plumb/scaling/rules.h.
 #pragma once
 
 #include <ATen/ATen.h>
