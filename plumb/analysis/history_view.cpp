@@ -180,10 +180,10 @@ ScaleChart scale_chart(const HistoryView& view, int64_t step) {
   for (const HistoryRun& run : view.runs) {
     ScaleVariant variant{run.name, {}};
     const auto rows = rows_at(run.history, step);
-    if (std::ranges::all_of(rows, [](const HistoryRow* row) { return row == nullptr; })) {
+    if (const int64_t begins = run.history.steps.front().step; step > 0 && step < begins) {
       throw Error(ErrorKind::InvalidArgument,
                   c10::str("the history of \"", run.name, "\" has nothing recorded up to step ", step), "",
-                  "its first recorded step is " + std::to_string(run.history.steps.front().step));
+                  "its first recorded step is " + std::to_string(begins));
     }
     for (size_t t = 0; t < run.history.tensors.size(); ++t) {
       const HistoryRow *value = rows[t * 2], *gradient = rows[t * 2 + 1];

@@ -70,6 +70,10 @@ TEST(HistoryView, DrawsAStepAsAPictureForPapers) {
   EXPECT_THAT(to_svg(chart), HasSubstr("e5m2 normal"));
   EXPECT_DOUBLE_EQ(scale_chart(view).variants[0].rows[0].bwd->std, 0x1p-10);
   EXPECT_THROW(scale_chart(HistoryView{"", {{"a", History{}}}}, 1), Error);
+  History of_nothing;  // as a model without tensors has it
+  of_nothing.steps.push_back({1, {}});
+  const HistoryView nothing{"", {{"a", of_nothing}}};
+  EXPECT_THAT(to_svg(scale_chart(nothing)), HasSubstr("</svg>"));
 }
 
 TEST(HistoryView, NamesTheRankAndStageOfATensorWhereTheyAreKnown) {

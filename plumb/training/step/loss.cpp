@@ -52,7 +52,7 @@ int loss_output(const GraphModule& module) {
     const auto* meta = args[i].is_value() && args[i].value()->meta() ? &*args[i].value()->meta() : nullptr;
     if (meta != nullptr && meta->sizes.empty() && meta->is_floating_point()) return static_cast<int>(i);
   }
-  throw UsageError("--loss output: the model returns no number",
+  throw UsageError("the model returns no number that could be its loss",
                    "--loss cross_entropy or mse, or a model that returns its loss");
 }
 

@@ -167,7 +167,10 @@ class Verdict::Batch {
     for (const Part& part : parts_) {
       const at::Tensor loss = part(graph);
       if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
-        throw Error(ErrorKind::InvalidArgument, "the loss is no number with a gradient", "",
+        const std::string found = !loss.defined()     ? "undefined"
+                                  : loss.numel() != 1 ? "a tensor of " + std::to_string(loss.numel()) + " elements"
+                                                      : "a number that depends on no parameter";
+        throw Error(ErrorKind::InvalidArgument, "the loss is no number with a gradient, but " + found, "",
                     "return the loss of the batch: a tensor of one element that depends on parameters");
       }
       if (sum.empty()) parameters = trained(graph), sum.resize(parameters.size());  // the call may have exchanged them
