@@ -23,6 +23,9 @@ struct VerdictArguments {
 // A training of a few steps, nothing of which is kept.
 void judge(const VerdictArguments& given) {
   TrainOptions o = read_options("", given.texts);
+  if (given.recipes != std::vector<std::string>{"all"}) {
+    used_by("--recipes", [&] { std::ranges::for_each(given.recipes, read_recipe); });
+  }
   o.verdict = given.recipes;
   o.verdict_steps = given.steps;
   o.verdict_page = given.html;

@@ -32,7 +32,8 @@ TEST_F(Verdicts, SaysItsVerdictAndStaysTheSameTraining) {
 }
 
 TEST_F(Verdicts, RefusesVerdictsThatCannotBeMeasured) {
-  wrong("verdict lm.pt2 --data tokens.bin --recipes fp9", "--verdict: 'fp9' is no recipe");
+  wrong("verdict lm.pt2 --data tokens.bin --recipes fp9", "--recipes: 'fp9' is no recipe");
+  wrong("verdict lm.pt2 --data tokens.bin --recipes all,fp8", "--recipes: 'all' is no recipe");
   wrong("train lm.pt2 --data tokens.bin --verdict fp8 --stages 2", "--verdict: is measured on a model in one part");
   wrong("train lm.pt2 --data tokens.bin --formats fp9", "--formats: 'fp9' is no recipe");
   EXPECT_EQ(plumb("verdict lm.pt2").code, 2);
