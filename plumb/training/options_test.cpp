@@ -67,6 +67,13 @@ Checks checks_of_data() {
          EXPECT_NE(t.run(o, t.mlp()).losses(), without);
          o.mask = t.path("x.pt");
          EXPECT_THAT(message_of([&] { t.run(o, t.mlp()); }), HasSubstr("--mask: is f32[20, 4]"));
+         o.loss = "cross_entropy", o.targets = t.path("classes.pt"), o.mask = t.path("all.pt");
+         save_tensors(at::zeros({20}, at::kLong), o.targets);
+         save_tensors(at::ones({20}, at::kBool), o.mask);
+         o.checkpoints = t.path("masked");
+         t.run(o, t.mlp());
+         o.mask = "", o.steps = 8;
+         EXPECT_THAT(message_of([&] { t.run(o, t.mlp()); }), HasSubstr("--data (names, sizes, types)"));
        }},
       {"loss", [](TrainingOptions& t) { t.refuses(t.with("loss", {"mse"}), "--loss mse: tokens have no numbers"); }},
       {"ignore-index",

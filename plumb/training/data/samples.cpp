@@ -160,7 +160,7 @@ class TensorRows : public Samples {
       }
       bytes_ += static_cast<double>(t.nbytes()) / static_cast<double>(t.size(0));
     }
-    identity_ = join(all, [](const at::Tensor& t) { return type_text(t); });
+    identity_ = join(all, [](const at::Tensor& t) { return type_text(t); }) + (files.mask.empty() ? "" : ", masked");
   }
 
   int64_t rows() const override { return inputs_.at(0).size(0); }
