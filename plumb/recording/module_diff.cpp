@@ -46,7 +46,7 @@ std::vector<std::string> operators_of(const GraphModule& module) {
   return names;
 }
 
-// Slots of the outputs; -1 for those that are not tracked.
+// Returns the slots of the outputs; -1 for those that are not tracked.
 std::vector<int64_t> slots_of_outputs(const GraphModule& module, const ScaleTracker& tracker) {
   std::vector<int64_t> slots;
   for (const Value* output : module.graph().output_node()->inputs()) {

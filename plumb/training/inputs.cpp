@@ -35,7 +35,7 @@ std::string list_inputs(const std::vector<Node*>& inputs) {
   return join(inputs, [](const Node* p) { return p->target() + ": " + type_text(p->result()->meta()); });
 }
 
-// Returns the only value that the program takes for this input, which a file of torch.export says of numbers and texts.
+// Returns the only value that the program takes for this input, as torch.export fixes numbers and texts, or nothing.
 std::optional<c10::IValue> only_value(const Value& input) {
   for (const Node* node : input.users()) {
     if (node->is_op("plumb::check_input") && node->arg(1).is_constant()) return node->arg(1).constant();
