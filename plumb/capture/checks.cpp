@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <string_view>
 #include <typeinfo>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "plumb/capture/session.h"
@@ -14,11 +13,21 @@
 namespace plumb {
 namespace {
 
-// beta * self + ..., of which torch does not read `self` where beta is zero.
+// Returns whether this first operand may be memory that nothing has written: in beta * self + ... with a beta of zero,
+// and where all or a part of it is replaced (the operators in place count as writing it).
 bool is_unread(const Node& node, const Value* value) {
   static const std::unordered_set<std::string_view> with_beta = {"aten::baddbmm", "aten::addmm", "aten::addbmm",
                                                                  "aten::addmv", "aten::addr"};
-  if (!with_beta.count(node.op_name()) || node.args()[0].value() != value) return false;
+  static const std::unordered_set<std::string_view> replaced = {"aten::fill",
+                                                                "aten::copy",
+                                                                "aten::zero",
+                                                                "aten::index_put",
+                                                                "aten::select_scatter",
+                                                                "aten::slice_scatter",
+                                                                "aten::diagonal_scatter"};
+  if (node.args().empty() || node.args()[0].value() != value) return false;
+  if (replaced.count(node.op_name())) return true;
+  if (!with_beta.count(node.op_name())) return false;
   const Arg& beta = node.arg("beta");
   return beta.is_constant() && beta.constant().isScalar() && beta.constant().toScalar().equal(0);
 }
@@ -73,41 +82,19 @@ void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& output
 }
 
 void refuse_unwritten_reads(const Graph& graph) {
-  // Memory that is still as `empty` left it, and the views that show it.
-  std::unordered_map<const Value*, const Value*> base;
-  std::unordered_set<const Value*> unwritten;
-  auto base_of = [&](const Value* v) {
-    auto it = base.find(v);
-    return it == base.end() ? v : it->second;
-  };
+  UninitialisedMemory memory;
   for (const Node* node : graph.nodes()) {
-    if (!node->is_call()) continue;
-    const std::string_view name = node->op_name();
-    if (is_uninitialised(*node) && !node->writes()) {
-      const auto& meta = node->result()->meta();
-      if (!meta || meta->numel() > 0) unwritten.insert(node->result());
+    memory.pass(*node);
+    if (!node->is_call() || is_uninitialised(*node) || node->result_aliases_input() || looks_at_shape_only(*node))
       continue;
-    }
-    const auto written = node->writes() && name != "aten::detach_" && name != "aten::resize_" ? node->written_inputs()
-                                                                                              : std::vector<Value*>{};
-    for (const Value* v : written) unwritten.erase(base_of(v));
     for (const Value* v : node->inputs()) {
-      const Value* root = base_of(v);
-      if (!unwritten.count(root)) continue;
-      if (node->result_aliases_input()) {
-        for (const Value* r : node->results()) base.emplace(r, root);
-        continue;
-      }
-      if (looks_at_shape_only(*node) || is_unread(*node, v)) continue;
+      if (!memory.is_unwritten(v) || is_unread(*node, v)) continue;
       throw Error(ErrorKind::Capture,
                   node->describe() +
                       " reads memory made by torch.empty that no operator has written: it was filled outside of "
                       "torch's sight (numpy, raw pointer)",
                   node->meta().where(),
                   "fill it with torch operators, or make it with torch.tensor / torch.from_numpy");
-    }
-    if (!written.empty()) {
-      for (const Value* r : node->results()) base.emplace(r, base_of(written[0]));
     }
   }
 }

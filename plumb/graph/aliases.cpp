@@ -213,6 +213,37 @@ bool looks_at_shape_only(const Node& node) {
 
 bool is_uninitialised(const Node& node) { return node.is_call() && operator_facts(node.target()).uninitialised; }
 
+const Value* UninitialisedMemory::base_of(const Value* value) const {
+  const auto it = base_.find(value);
+  return it == base_.end() ? value : it->second;
+}
+
+bool UninitialisedMemory::is_unwritten(const Value* value) const {
+  const auto it = written_.find(base_of(value));
+  return it != written_.end() && !it->second;
+}
+
+void UninitialisedMemory::pass(const Node& node) {
+  if (!node.is_call()) return;
+  if (is_uninitialised(node) && !node.writes()) {
+    const auto& meta = node.result()->meta();
+    if (!meta || meta->numel() > 0) written_.emplace(node.result(), false);
+    return;
+  }
+  const std::string_view name = node.op_name();
+  const auto written = node.writes() && name != "aten::detach_" && name != "aten::resize_" ? node.written_inputs()
+                                                                                           : std::vector<Value*>{};
+  for (const Value* v : written)
+    if (holds(v)) written_[base_of(v)] = true;
+  const Value* shown = written.empty() ? nullptr : written[0];
+  if (!shown && node.result_aliases_input()) {
+    for (const Value* v : node.inputs())
+      if (!shown && holds(v)) shown = v;
+  }
+  if (!shown || !holds(shown)) return;
+  for (const Value* r : node.results()) base_.emplace(r, base_of(shown));
+}
+
 GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const State* state) : aliases_(aliases) {
   auto differentiable = [](const Value* v) {
     return v->is_tensor() &&

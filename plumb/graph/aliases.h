@@ -72,6 +72,23 @@ void collect_values(const Arg& arg, std::vector<Value*>& out);
 
 // True for operators whose result is not a function of their arguments: uninitialized memory.
 bool is_uninitialised(const Node& node);
+
+// Which values show memory that torch.empty and the like make, and whether an operator has written any of it. Takes a
+// graph's nodes in order.
+class UninitialisedMemory {
+ public:
+  void pass(const Node& node);
+  // Returns whether the value is a result of such an operator or a view of one.
+  bool holds(const Value* value) const { return written_.contains(base_of(value)); }
+  // Returns whether it is one that no operator so far has written.
+  bool is_unwritten(const Value* value) const;
+
+ private:
+  const Value* base_of(const Value* value) const;
+
+  std::unordered_map<const Value*, const Value*> base_;  // by view: the result that it shows
+  std::unordered_map<const Value*, bool> written_;       // by result
+};
 // Returns whether the node takes the sizes, the dtype or the device of its inputs and no value of theirs.
 bool looks_at_shape_only(const Node& node);
 

@@ -226,6 +226,26 @@ def test_differences_of_numbers_that_are_not_floats_are_found(tmp_path):
     assert (scaled["operator"], scaled["kind"], scaled["relative"]) == ("aten::mul.Tensor", "value", 1.0), scaled
 
 
+class Filled(Cache):
+    def forward(self, x):
+        indices = torch.empty(64, dtype=torch.long)
+        indices.fill_(2)
+        out = x.new_empty(2, 4, 4)
+        out[0] = self.fc(x)
+        out[1] = x
+        return out, indices.sum()
+
+
+def test_memory_that_nothing_has_written_yet_is_no_difference():
+    model, x = Filled(), torch.randn(4, 4)
+    held = [torch.randint(1 << 60, (size,)) for size in (16, 64) * 20]
+    del held  # leaves numbers in the memory that torch.empty gives out
+    found = plumb.diff(model, copy.deepcopy(model), x)
+    assert found.equal and found.compared > 4, found
+    scaled = plumb.transforms.unit_scale(model)
+    assert torch.equal(plumb.capture(scaled, x)(x)[0], scaled(x)[0])
+
+
 def test_wrong_arguments_are_refused_with_what_to_do():
     def refused(match, *args, **options):
         with pytest.raises(plumb.Error, match=match):

@@ -1,8 +1,11 @@
 #include "plumb/transforms/track/track_scales.h"
 
+#include <algorithm>
 #include <unordered_map>
+#include <vector>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
@@ -25,12 +28,22 @@ bool is_tracked(const Value* value, int64_t tracker) {
   return false;
 }
 
+// Returns whether an operator writes into this very value.
+bool is_written(const Value* value) {
+  return std::ranges::any_of(value->uses(), [&](const Use& use) {
+    const auto written = use.user->is_call() ? use.user->written_inputs() : std::vector<Value*>{};
+    return std::ranges::find(written, value) != written.end();
+  });
+}
+
 template <class AddSlot>
 bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_slot, Report& report,
                      bool every_type = false) {
   Graph& graph = module.graph();
+  UninitialisedMemory memory;
   bool changed = false;
   for (Node* node : graph.nodes()) {
+    memory.pass(*node);
     if (node->kind() == NodeKind::Output || node->is_op(kTrack)) continue;
     for (Value* value : node->results()) {
       if (node->is_op(kTrackRounded) && node->arg("tracker") == Arg(tracker) && node->arg("after") != Arg(int64_t(-1)))
@@ -38,6 +51,12 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
       if (!value->is_tensor() || !value->has_uses() || is_tracked(value, tracker) ||
           !(every_type || may_be_float(value, module.state())))
         continue;
+      // A view that is written next holds nothing yet, either, though other parts of its memory may be written.
+      if (memory.is_unwritten(value) || (memory.holds(value) && !node->writes() && is_written(value))) {
+        report.add(ReportKind::LeftAlone, node, node->target(), "", "its memory is not written yet").node =
+            value->name();
+        continue;
+      }
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
       Node* track = insert_call(graph, before, kTrack,
