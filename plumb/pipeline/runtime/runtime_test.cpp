@@ -168,6 +168,9 @@ TEST(Pipeline, SaysWhatIsWrongWithABatch) {
   EXPECT_THAT(message_of([&] { pipeline.step({inputs[0].narrow(0, 0, 3)}, targets); }),
               testing::HasSubstr("too few for 4"));
   EXPECT_THAT(message_of([&] { pipeline.step(inputs, {}); }), testing::HasSubstr("rank 0 at 1F0"));
+  EXPECT_THAT(message_of([&] { pipeline.step({inputs[0], inputs[0]}, targets); }),
+              testing::HasSubstr("rank 0 was given 2 inputs, and the model takes 1"));
+  EXPECT_THAT(message_of([&] { pipeline.eval({inputs[0], inputs[0]}); }), testing::HasSubstr("given 2 inputs"));
   EXPECT_THAT(message_of([&] { pipeline.step_microbatches({}, {}, {4, -4, 4, 4}); }), testing::HasSubstr("negative"));
   EXPECT_THAT(message_of([&] { pipeline.step_microbatches({}, {}, {}, -1); }), testing::HasSubstr("negative"));
   EXPECT_EQ(pipeline.step(inputs, targets).losses.size(), 4u);  // none of it left a trace

@@ -236,6 +236,13 @@ void StepRunner::check_batch(const std::vector<Tensors>& in, const std::vector<T
                   str("the schedule has ", num, " microbatches, the batch ", list->size()));
     }
   }
+  const size_t most = setup_.layout.num_inputs;
+  const auto more = std::ranges::find_if(in, [&](const Tensors& inputs) { return inputs.size() > most; });
+  if (!setup_.layout.dynamic_outputs && more != in.end()) {
+    throw Error(ErrorKind::StructureMismatch,
+                str("rank ", setup_.rank, " was given ", more->size(), " inputs, and the model takes ", most), "",
+                "give step() the model's inputs only");
+  }
   if (!rows.empty() && static_cast<int>(rows.size()) != num) {
     throw Error(ErrorKind::StructureMismatch, str(rows.size(), " row counts for ", num, " microbatches"));
   }
