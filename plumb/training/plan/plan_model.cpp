@@ -267,13 +267,15 @@ std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken)
   std::string text = taken.name + ": " + short_number(step * 1e3) + " ms a step";
   const auto beside = [&](const ScheduleChoice* other) {
     if (other == nullptr || other == &taken || other->simulation.makespan <= 0) return;
-    text += ", " + short_number(other->simulation.makespan / step) + " x as fast as " + other->name +
+    const std::string times = short_number(other->simulation.makespan / step);
+    text += ", " + (times == "1" ? "" : times + " x ") + "as fast as " + other->name +
             (other->fits ? "" : " (which takes more memory than there is)");
   };
   const ScheduleChoice *named = planned.best_named(), *usual = planned.find("1F1B");
   beside(named);
   if (usual != named) beside(usual);
-  if (planned.bound > 0)
+  if (taken.schedule.num_ranks() == 1) return text;
+  if (planned.bound > 0 && planned.bound < step)
     text += "; all work, evenly on all ranks, would take " + percent(planned.bound / step) + " of that";
   const auto& busy = taken.simulation.busy;
   if (busy.empty()) return text;
