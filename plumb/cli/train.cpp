@@ -298,6 +298,7 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
+  check_wire(o);
   // The reader of what is printed may go (`| head`): the weights are not lost with it. Where there is nothing to lose
   // the signal ends the training, as it ends other commands.
   if (o.saves_weights()) ::signal(SIGPIPE, SIG_IGN);

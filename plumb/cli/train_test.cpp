@@ -285,6 +285,10 @@ TEST_F(Checkpoints, WrongWaysToLoseARankAreNamed) {
   wrong("train lm.pt2 --data tokens.bin --stages 2 --spares 1", "--spares: no lost process is made up for");
   wrong("train lm.pt2 --data tokens.bin --max-restarts 1 --checkpoints run --data-parallel 3 --batch 6 --recut",
         "--recut: there is no layout on fewer processes");
+  for (const char* layout : {"--stages 1 ", "--stages 1 --data-parallel 2 --batch 4 "})
+    wrong(std::string("train lm.pt2 --data tokens.bin --max-restarts 1 --checkpoints run --recut --wire e4m3fn,e5m2 ") +
+              layout,
+          "--wire: with one stage nothing goes from stage to stage");
   wrong("train lm.pt2 --data tokens.bin --stages 2 --max-restarts 1 --copies-to-neighbor 5",
         "all processes are on this host");
   wrong("train lm.pt2 --data tokens.bin --patience 0", "--patience");

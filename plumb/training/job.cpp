@@ -169,6 +169,11 @@ std::string hashes_file(const TrainOptions& o, int rank, std::optional<int64_t> 
   return o.processes() > 1 ? c10::str(o.hashes, ".rank", rank) : o.hashes;
 }
 
+void check_wire(const TrainOptions& o) {
+  if (o.stages > 1 || o.wire.empty()) return;
+  throw UsageError("--wire: with one stage nothing goes from stage to stage", "--stages 2 or more, or no --wire");
+}
+
 TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {
   TrainJob job;
   const auto phase = [&](const std::string& what) {
@@ -181,9 +186,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
     throw UsageError("--wire: takes two formats, of values and of gradients", "--wire e4m3fn,e5m2");
   }
   // One stage that --recut leaves has no wire. Its checkpoints name it, for the same command to go on from them.
-  if (o.stages == 1 && !o.wire.empty() && !o.recut) {
-    throw UsageError("--wire: in one process nothing goes from stage to stage", "--stages 2 or more");
-  }
+  if (!o.recut) check_wire(o);
   if (!o.plan.empty()) job.plan = read_plan(o.plan);
   job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
   check_outputs(o);

@@ -61,6 +61,8 @@ struct TrainJob {
   }
 };
 
+// Throws UsageError if a wire is given and there is one stage. The options are a command's own, before --recut.
+void check_wire(const TrainOptions& options);
 // Reads, checks and cuts: everything that can be wrong before processes meet. Throws UsageError or Error.
 TrainJob prepare_job(const TrainOptions& options, TrainParts parts, const TrainHooks& hooks);
 

@@ -46,7 +46,7 @@ Checks checks_of_layout() {
       {"wire",
        [](TrainingOptions& t) {
          t.refuses(t.with("wire", {"e4m3fn"}), "--wire: takes two formats");
-         t.refuses(t.with("wire", {"e4m3fn,e5m2"}), "--wire: in one process nothing goes from stage to stage");
+         t.refuses(t.with("wire", {"e4m3fn,e5m2"}), "--wire: with one stage nothing goes from stage to stage");
        }},
       {"wire-exclude",
        [](TrainingOptions& t) { t.refuses(t.with("wire-exclude", {"x*"}), "no value that crosses between stages"); }},
