@@ -46,6 +46,7 @@ std::string to_csv(const Schedule& schedule) {
 Schedule parse_csv(std::string_view text, const std::string& where) {
   Schedule schedule;
   std::size_t num_cells = 0;
+  if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // the mark of UTF-8 that spreadsheets write
   for (int line_number = 1; !text.empty(); ++line_number) {
     auto end = text.find('\n');
     std::string_view line = text.substr(0, end);

@@ -80,6 +80,7 @@ TEST(Csv, SkipsCommentsAndBlankLinesAndTakesAnyLineEnd) {
   Schedule schedule = parse_csv("# two ranks\r\n\r\n0F0, 0B0  # first\r\n   \n1F0,1B0");
   EXPECT_EQ(schedule.num_ranks(), 2);
   EXPECT_EQ(to_csv(schedule), "0F0,0B0\n1F0,1B0\n");
+  EXPECT_EQ(to_csv(parse_csv("\xEF\xBB\xBF 0F0,0B0\n")), "0F0,0B0\n") << "a spreadsheet's";
 }
 
 TEST(Csv, ErrorsNameLineRankAndColumn) {
