@@ -207,14 +207,14 @@ std::string statistics_of(const History& a, const History& b, const DiffReport& 
   return text;
 }
 
-void add_missing(DiffReport& report, const std::map<Line, Parts>& a, const std::map<Line, Parts>& b) {
-  const auto missing = [&](const auto& from, const auto& in, std::vector<std::string>& names) {
-    for (const auto& [line, parts] : from) {
-      const std::string& name = report.tensors[line.tensor].tensor.name;
-      if (!in.contains(line) && (names.empty() || names.back() != name)) names.push_back(name);
-    }
-  };
-  missing(a, b, report.only_a), missing(b, a, report.only_b);
+std::vector<std::string> missing_names(const DiffReport& report, const std::map<Line, Parts>& from,
+                                       const std::map<Line, Parts>& in) {
+  std::vector<std::string> names;
+  for (const auto& [line, parts] : from) {
+    const std::string& name = report.tensors[line.tensor].tensor.name;
+    if (!in.contains(line) && (names.empty() || names.back() != name)) names.push_back(name);
+  }
+  return names;
 }
 
 // Returns for each input of a stage what it was elsewhere: the tensor of its name. If no other stage computes one of
@@ -401,7 +401,10 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
       report.compared += static_cast<int64_t>(one.found.size());
       report.equal_to = step.step;
     }
-    if (any || steps == 1) report.only_a.clear(), report.only_b.clear(), add_missing(report, of_a, of_b);
+    // Without a difference the step that lacks the most counts: a rank's history may end before the others'.
+    auto only_a = missing_names(report, of_a, of_b), only_b = missing_names(report, of_b, of_a);
+    if (any || only_a.size() > report.only_a.size()) report.only_a = std::move(only_a);
+    if (any || only_b.size() > report.only_b.size()) report.only_b = std::move(only_b);
     if (any) {
       report.compared = 0;
       conclude(report, std::move(one.found));

@@ -84,6 +84,16 @@ TEST_F(Diffs, StepsThatOneRunLacksAreCounted) {
   EXPECT_THAT(diff(shorter, longer, {"a", "b"}).conclusion(), HasSubstr("compared. 1 step is only in b."));
 }
 
+TEST_F(Diffs, TensorsThatOneRunLacksInALaterStepAreNamed) {
+  History whole = step_of(*two_layers(), randn_there({16, 8}), {16}, file());
+  whole.hashes.push_back(whole.hashes.back());
+  whole.hashes.back().step = 2;
+  History ended = whole;  // a rank's history ends before the others'
+  ended.hashes.back().hashes.resize(2);
+  for (const auto& report : {diff(whole, ended, {"a", "b"}), diff(ended, whole, {"b", "a"})})
+    EXPECT_THAT(report.conclusion(), HasSubstr("Not compared, only in a: "));
+}
+
 TEST_F(Diffs, TheFirstDifferenceIsTheParameterThatDiffersAndTheRestFollows) {
   const at::Tensor x = randn_there({16, 8});
   const DiffReport report = diff(step_of(*two_layers(), x, {16}, file("a"), true),
