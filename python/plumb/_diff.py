@@ -47,8 +47,7 @@ class Diff:
 
     def page(self, path: str) -> None:
         """Writes an HTML page with the graph in colors, which needs no other file."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self._engine.page())
+        _C.write_file(os.fspath(path), self._engine.page())
 
     def __str__(self) -> str:
         return self._engine.to_text()

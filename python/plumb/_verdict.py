@@ -41,8 +41,7 @@ class Verdict:
 
     def page(self, path: str, model: str = "") -> None:
         """Writes the verdict as an HTML page, which needs no other file."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self._engine.page(model))
+        _C.write_file(os.fspath(path), self._engine.page(model))
 
     def __str__(self) -> str:
         return self._engine.to_text()

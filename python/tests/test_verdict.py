@@ -112,6 +112,9 @@ def test_a_page_has_the_conclusion_and_the_recipe(net, tmp_path):
     found.page(tmp_path / "page.html", "a net")
     text = (tmp_path / "page.html").read_text()
     assert "Number formats of a net" in text and "The recipe" in text
+    with pytest.raises(TypeError):
+        found.page(tmp_path / "page.html", 3)
+    assert (tmp_path / "page.html").read_text() == text
 
 
 def test_recipes_and_verdicts_are_refused_by_name(net):
