@@ -191,6 +191,7 @@ def test_a_step_takes_the_arguments_that_the_model_was_cut_with_and_no_others():
         ((x, parts, x), {"shift": shift}, "input 'scale': the model was cut with 3 where a tensor is given"),
         ((x, {"add": x}), {"shift": shift}, "input 'parts' should be a dict of 'add', 'take', got a dict of 'add'"),
         ((x, parts, 3, None, shift), {"scale": 3}, "the model got 'scale' by position and by name"),
+        ((x, parts, 3, None, shift, x), {}, "'shift', 'a Tensor'\\] by position and"),
         ((x, parts), {"shift": shift, "bias": x}, "by position and \\['shift', 'bias'\\] by name"),
     ]:
         with pytest.raises(plumb.Error, match=says):

@@ -92,8 +92,9 @@ class PipeInfo:
         positional = self.positional or names
         given = dict(zip(positional, args))
         if len(args) > len(positional) or (given | kwargs).keys() - set(names):
+            by_position = [*given, *(f"a {type(more).__name__}" for more in args[len(given) :])]
             raise Error(
-                f"the model was cut with {names}, and got {list(given) + list(args[len(given) :])} by position and {list(kwargs)} by name",
+                f"the model was cut with {names}, and got {by_position} by position and {list(kwargs)} by name",
                 kind=ErrorKind.StructureMismatch,
                 remedy="leave the others out, or cut the model with inputs like these",
             )
