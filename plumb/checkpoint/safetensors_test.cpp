@@ -238,6 +238,8 @@ TEST_F(Safetensors, AnIndexLeadsOutOfItsFolderNowhere) {
     spill(path("model.safetensors.index.json"), text);
     EXPECT_EQ(error_of([&] { TensorFolder{folder_.string()}; }).kind(), ErrorKind::BadFile) << text;
   }
+  spill(path("model.safetensors.index.json"), R"({"weight_map":{"a":5}})");
+  EXPECT_THAT(error_of([&] { TensorFolder{folder_.string()}; }).what(), HasSubstr("tensor 'a' is in something"));
 }
 
 }  // namespace

@@ -18,13 +18,14 @@ std::map<std::string, std::string> read_weight_map(const std::string& path) {
   std::map<std::string, std::string> files;
   const Json& map = doc.object(doc.at(doc.root(), "weight_map"));
   for (auto it = map.begin(); it != map.end(); ++it) {
-    const std::string& file = doc.string(*it);
-    if (!is_plain_file_name(file, kTensorFileEnding)) {
+    const auto* file = it->get_ptr<const std::string*>();
+    if (!file || !is_plain_file_name(*file, kTensorFileEnding)) {
       throw Error(ErrorKind::BadFile,
-                  path + ": tensor '" + it.key() + "' is in '" + file + "', which is no name of a file here", "",
-                  "files of an index end in .safetensors and lie beside it");
+                  path + ": tensor '" + it.key() + "' is in " + (file ? "'" + *file + "'" : "something") +
+                      ", which is no name of a file here",
+                  "", "files of an index end in .safetensors and lie beside it");
     }
-    files.emplace(it.key(), file);
+    files.emplace(it.key(), *file);
   }
   return files;
 }
