@@ -28,6 +28,13 @@ const Register diff_part([](py::module_& m) {
       },
       FreeGil(), "a"_a, "b"_a, "of_a"_a, "of_b"_a);
   m.def("diff_tensors", [](const DiffTensors& a, const DiffTensors& b) { return diff(a, b); }, FreeGil(), "a"_a, "b"_a);
+  m.def(
+      "sum_of_outputs",
+      [](const std::vector<at::Tensor>& outputs) -> std::optional<at::Tensor> {
+        const at::Tensor sum = sum_of_outputs({outputs.begin(), outputs.end()});
+        return sum.defined() ? std::optional(sum) : std::nullopt;
+      },
+      "outputs"_a);
   py::class_<ModuleDiff>(m, "ModuleDiff")
       .def(py::init<const GraphModule&, const GraphModule&>(), "a"_a, "b"_a)
       .def_readonly("a", &ModuleDiff::a)

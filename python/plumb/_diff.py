@@ -152,6 +152,4 @@ def _loss(graph: GraphModule, args: tuple, loss: Callable[[Any], Tensor] | None)
                 f"the loss is a {type(value).__name__}", remedy="return a tensor of one element to go backward from"
             )
         return value
-    ends = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-    ends = [(x.float() if x.dtype.itemsize == 1 else x).sum() for x in ends]  # torch has no sum of 8-bit formats
-    return torch.stack([(end.real if end.is_complex() else end).double() for end in ends]).sum() if ends else None
+    return _C.sum_of_outputs([x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)])
