@@ -225,14 +225,14 @@ bool UninitialisedMemory::is_unwritten(const Value* value) const {
 
 void UninitialisedMemory::pass(const Node& node) {
   if (!node.is_call()) return;
-  if (is_uninitialised(node) && !node.writes()) {
+  auto written = node.written_inputs();
+  if (written.empty() && is_uninitialised(node)) {
     const auto& meta = node.result()->meta();
     if (!meta || meta->numel() > 0) written_.emplace(node.result(), false);
     return;
   }
   const std::string_view name = node.op_name();
-  const auto written = node.writes() && name != "aten::detach_" && name != "aten::resize_" ? node.written_inputs()
-                                                                                           : std::vector<Value*>{};
+  if (name == "aten::detach_" || name == "aten::resize_") written.clear();  // their memory stays as it was
   for (const Value* v : written)
     if (holds(v)) written_[base_of(v)] = true;
   const Value* shown = written.empty() ? nullptr : written[0];

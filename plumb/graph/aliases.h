@@ -77,6 +77,7 @@ bool is_uninitialised(const Node& node);
 // graph's nodes in order.
 class UninitialisedMemory {
  public:
+  // Takes the next node.
   void pass(const Node& node);
   // Returns whether the value is a result of such an operator or a view of one.
   bool holds(const Value* value) const { return written_.contains(base_of(value)); }
@@ -89,6 +90,7 @@ class UninitialisedMemory {
   std::unordered_map<const Value*, const Value*> base_;  // by view: the result that it shows
   std::unordered_map<const Value*, bool> written_;       // by result
 };
+
 // Returns whether the node takes the sizes, the dtype or the device of its inputs and no value of theirs.
 bool looks_at_shape_only(const Node& node);
 

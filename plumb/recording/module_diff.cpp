@@ -136,8 +136,9 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
   for (const TrackedTensor& each : all) names_of_a.insert(name_key(each.tensor));
   const auto find_other = [&](const TrackedTensor& each) {
     const auto named = others.find(name_key(each.tensor));
+    if (named != others.end() || outputs_a.size() != outputs_b.size()) return named;
     const auto place = std::ranges::find(outputs_a, each.slot);
-    if (named != others.end() || place == outputs_a.end() || outputs_a.size() != outputs_b.size()) return named;
+    if (place == outputs_a.end()) return others.end();
     const int64_t slot = outputs_b[static_cast<size_t>(place - outputs_a.begin())];
     return std::ranges::find_if(
         others, [&](const auto& other) { return other.second.slot == slot && !names_of_a.contains(other.first); });

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <unordered_map>
-#include <vector>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
@@ -31,7 +30,7 @@ bool is_tracked(const Value* value, int64_t tracker) {
 // Returns whether an operator writes into this very value.
 bool is_written(const Value* value) {
   return std::ranges::any_of(value->uses(), [&](const Use& use) {
-    const auto written = use.user->is_call() ? use.user->written_inputs() : std::vector<Value*>{};
+    const auto written = use.user->written_inputs();
     return std::ranges::find(written, value) != written.end();
   });
 }
