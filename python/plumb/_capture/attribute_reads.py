@@ -227,13 +227,15 @@ class _Resolver:
             self.functions_in(value.fget, depth)
         elif isinstance(value, types.FunctionType):
             self.code(value, value.__code__)
+        elif isinstance(value, (list, tuple, dict)) and depth < DEEPEST and len(value) <= _MEMBERS:
+            for part in value.values() if isinstance(value, dict) else value:
+                self.functions_in(part, depth + 1)
+        elif isinstance(value, PLAIN):
+            return
         elif isinstance(
             wrapped := inspect.getattr_static(value, "__wrapped__", None), types.FunctionType
         ):  # the function that functools.lru_cache wraps
             self.functions_in(wrapped, depth)
-        elif isinstance(value, (list, tuple, dict)) and depth < DEEPEST and len(value) <= _MEMBERS:
-            for part in value.values() if isinstance(value, dict) else value:
-                self.functions_in(part, depth + 1)
         elif isinstance(value, types.SimpleNamespace) or (isinstance(value, type) and _is_users_class(value)):
             self.members(value, getattr(value, "__name__", "SimpleNamespace"))
         elif _is_object(value):

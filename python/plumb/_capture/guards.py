@@ -122,9 +122,9 @@ class Guards:
         if (kind, id(holder), key) in self._known:
             return False
         self._known.add((kind, id(holder), key))
-        follows = kind in (ITEM, ATTRIBUTE, CELL) and not (_contents_ids(expected) & skipped)
-        contents = tuple(_contents(expected, [])) if follows else ()
-        self.entries.append((kind, holder, key, expected, contents))
+        contents = _contents(expected, []) if kind in (ITEM, ATTRIBUTE, CELL) else []
+        follows = kind in (ITEM, ATTRIBUTE, CELL) and not any(id(c) in skipped for c in contents[::2])
+        self.entries.append((kind, holder, key, expected, tuple(contents) if follows else ()))
         self._frozen.append(_frozen(expected) if follows else _Same(expected))
         self.names.append(name)
         return True
@@ -224,10 +224,6 @@ class GraphStore(OrderedDict[Any, list]):
         if len(self) > self.most:
             self.popitem(last=False)
         return gone
-
-
-def _contents_ids(value: Any) -> set[int]:
-    return {id(c) for c in _contents(value, [])[::2]}
 
 
 def enabled_autocast() -> tuple[tuple[str, torch.dtype], ...]:
