@@ -1,7 +1,8 @@
 """A step of two processes over a link of 100 Mbit/s, with float32 and with FP8 between the stages. Prints Markdown.
 
 1F1B, 8 microbatches, one thread a process. The link is the loopback device of a network namespace, for which the script needs
-root, with tc's token bucket: what both processes send together goes at 100 Mbit/s. Steps with float32 and with FP8 are taken in
+root, with tc's token bucket: what both processes send together goes at 100 Mbit/s. The processes do not see each other, as on
+two hosts: messages within a host go through shared memory. Steps with float32 and with FP8 are taken in
 turn in the same processes; times are medians, the share is the median of the ratios of neighboring steps. "Computed" is the
 busier rank's time on a processor. "Kept waiting" is the share of the steps over the slow link in which a rank was ready to run
 and had no processor: where that is more than a few percent, other programs ran, and the figures are not the link's.
@@ -9,6 +10,7 @@ and had no processor: where that is more than a few percent, other programs ran,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import subprocess
@@ -43,6 +45,17 @@ def model_and_batch(width: int, rows: int, context: int):
     return GPT(vocab=64, d=width, layers=2, context=context), torch.randint(64, (rows * MICROBATCHES, context))
 
 
+def hide_other(rank: int) -> None:
+    """Hides the other process from this one in /proc, through which it would open that one's memory."""
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private = 0x20000, 0x4000 | 0x40000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
+    failed = libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, private, None)
+    if failed or libc.mount(b"none", b"/proc/%d" % pids[1 - rank], b"tmpfs", 0, None):
+        raise OSError(ctypes.get_errno(), "no directory can be hidden")
+
+
 def clocks() -> list[float]:
     """Seconds: by the clock, of this process on a processor, of its main thread waiting for one."""
     return [time.perf_counter(), time.process_time(), int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9]
@@ -50,6 +63,7 @@ def clocks() -> list[float]:
 
 def steps(rank: int, size: int, *sizes: int) -> list[list[list[float]]]:
     """Times of each step by each clock, [by wire][step][clock]."""
+    hide_other(rank)
     schedules = []
     for wire in WIRES:
         model, ids = model_and_batch(*sizes)
