@@ -147,7 +147,9 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
     const c10::IValue* value = nullptr;
     if (want_args.children.size() + k < args.size()) value = &args[want_args.children.size() + k];
     for (const auto& [name, v] : kwargs) {
-      if (name == names[k]) value = &v;
+      if (name != names[k]) continue;
+      if (value) throw Error(ErrorKind::StructureMismatch, "keyword input '" + name + "' is given twice");
+      value = &v;
     }
     if (!value) throw Error(ErrorKind::StructureMismatch, "keyword input '" + names[k] + "' is missing");
     add(*value, want_kwargs.children[k], "keyword input '" + names[k] + "'");

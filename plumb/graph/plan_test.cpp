@@ -196,6 +196,8 @@ TEST(GraphModule, TakesKeywordsAndReturnsStructure) {
   EXPECT_EQ(out.at("y").toTensor().sum().item<double>(), 8.0);
   EXPECT_THROW(m.forward({at::ones({2})}), Error);
   EXPECT_THROW(m.forward({at::ones({2})}, {{"scale", at::ones({})}, {"typo", at::ones({})}}), Error);
+  EXPECT_THROW(m.forward({at::ones({2})}, {{"scale", at::ones({})}, {"scale", at::ones({})}}), Error);  // given twice
+  EXPECT_THROW(m.forward({at::ones({2}), at::ones({})}, {{"scale", at::ones({})}}), Error);
 }
 
 TEST(Plan, NamesTheIndexThatATableDoesNotHave) {
