@@ -7,6 +7,10 @@
 #include <cstdio>
 
 #include "plumb/numerics/metrics.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/equivalents.h"
+#include "plumb/transforms/scale/recurrent.h"
 
 namespace plumb {
 
@@ -179,6 +183,233 @@ ParameterScaling ParameterScaling::restore(const std::vector<Saved>& scaled, con
   for (const auto& [name, by_somebody] : changed)
     result.versions_[name] = by_somebody ? std::nullopt : std::optional(1u);
   return result;
+}
+
+namespace {
+
+// How a node uses a value.
+enum class Role { Weight, Bias, Norm, NormBias, Other };
+
+Role role_of(const Node* node, const Value* value, const std::function<const Equivalent*(const Node*)>& becomes) {
+  if (!node->is_call()) return Role::Other;
+  const std::string_view name = node->op_name();
+  if (name.ends_with("_norm") && name.find("weight_norm") == std::string_view::npos) {
+    // Gains and shifts of any normalization, with an equivalent or without.
+    for (const char* argument : {"weight", "bias"}) {
+      const Arg* arg = node->try_arg(argument);
+      if (arg && arg->value() == value) return argument[0] == 'w' ? Role::Norm : Role::NormBias;
+    }
+    return Role::Other;
+  }
+  const Equivalent* equivalent = becomes(node);
+  if (!equivalent) return Role::Other;
+  if (equivalent->recurrent) {
+    const RecurrentRole role = recurrent_role(node, value);
+    return role == RecurrentRole::Weight ? Role::Weight : role == RecurrentRole::Bias ? Role::Bias : Role::Other;
+  }
+  for (std::string_view argument : equivalent->weights) {
+    if (const Arg* arg = node->try_arg(argument); arg && arg->value() == value) return Role::Weight;
+  }
+  if (!equivalent->bias.empty()) {
+    if (const Arg* arg = node->try_arg(equivalent->bias); arg && arg->value() == value) return Role::Bias;
+  }
+  return Role::Other;
+}
+
+struct Candidate {
+  std::vector<std::string> names;
+  std::vector<const Node*> weight_of, bias_of;
+  bool norm = false, norm_bias = false;
+  std::vector<const Node*> other;
+};
+
+std::string who(const Node* node) {
+  const std::string where = node->meta().where();
+  return node->describe() + (where.empty() ? "" : " in " + where);
+}
+
+}  // namespace
+
+void ParameterRoles::moved(const Node* from, const Node* to) {
+  for (auto* table : {&weights, &biases}) {
+    for (auto& [name, entry] : *table) std::replace(entry.operators.begin(), entry.operators.end(), from, to);
+  }
+}
+
+ParameterRoles plan_parameters(const Graph& graph, const State& state,
+                               const std::function<const Equivalent*(const Node*)>& becomes) {
+  // Tied names are one tensor.
+  std::unordered_map<const c10::TensorImpl*, std::string> first_name;
+  std::map<std::string, Candidate> candidates;
+  std::unordered_map<std::string, std::string> name_of;
+  for (const Attr& attr : state) {
+    if (attr.kind == AttrKind::Constant || !attr.tensor.defined() || !attr.tensor.is_floating_point()) continue;
+    auto [it, fresh] = first_name.try_emplace(attr.tensor.unsafeGetTensorImpl(), attr.name);
+    candidates[it->second].names.push_back(attr.name);
+    name_of[attr.name] = it->second;
+  }
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() != NodeKind::GetAttr) continue;
+    auto name = name_of.find(node->target());
+    if (name == name_of.end()) continue;
+    Candidate& candidate = candidates[name->second];
+    for (const Use& use : effective_uses(node->result())) {
+      switch (role_of(use.user, use.user->input(use.index), becomes)) {
+        case Role::Weight: candidate.weight_of.push_back(use.user); break;
+        case Role::Bias: candidate.bias_of.push_back(use.user); break;
+        case Role::Norm: candidate.norm = true; break;
+        case Role::NormBias: candidate.norm_bias = true; break;
+        case Role::Other: candidate.other.push_back(use.user); break;
+      }
+    }
+  }
+  const auto is_buffer = [&](const std::string& name) { return state.find(name)->kind == AttrKind::Buffer; };
+  ParameterRoles roles;
+  // Operators lose their replacement one after the other until nothing is left to take back; every round takes back at
+  // least one, and what an operator's other tensors were to it becomes another use of them.
+  std::vector<const std::string*> open;
+  for (const auto& [name, c] : candidates) open.push_back(&name);
+  std::unordered_map<const Node*, std::vector<const std::string*>> tensors_of;
+  for (const auto& [name, c] : candidates) {
+    for (const Node* node : c.weight_of) tensors_of[node].push_back(&name);
+    for (const Node* node : c.bias_of) tensors_of[node].push_back(&name);
+  }
+  while (!open.empty()) {
+    const std::string& name = *open.back();
+    open.pop_back();
+    Candidate& c = candidates[name];
+    if (c.weight_of.empty() || (c.other.empty() && c.bias_of.empty() && !c.norm && !c.norm_bias)) continue;
+    const std::string other = !c.other.empty()     ? who(c.other[0])
+                              : !c.bias_of.empty() ? who(c.bias_of[0]) + " as a bias"
+                                                   : "a normalization";
+    std::vector<const Node*> taken_back;
+    taken_back.swap(c.weight_of);
+    for (const Node* node : taken_back) {
+      c.other.push_back(node);
+      if (!roles.left_alone.emplace(node, "its weight " + name + " is used by " + other + ", too").second) continue;
+      for (const std::string* affected : tensors_of[node]) {
+        Candidate& a = candidates[*affected];
+        const size_t before = a.weight_of.size() + a.bias_of.size();
+        std::erase(a.weight_of, node);
+        std::erase(a.bias_of, node);
+        if (a.weight_of.size() + a.bias_of.size() != before) a.other.push_back(node);
+        open.push_back(affected);
+      }
+    }
+  }
+  for (auto& [name, c] : candidates) {
+    if (!c.weight_of.empty()) {
+      roles.weights[name] = {c.names, c.weight_of};
+    } else if (is_buffer(name)) {
+      continue;  // it is no bias that could start at zero, nor is its use news
+    } else if (!c.bias_of.empty() && c.other.empty() && !c.norm && !c.norm_bias) {
+      roles.biases[name] = {c.names, c.bias_of};
+    } else if (c.norm) {
+      roles.norms.insert(c.names.begin(), c.names.end());
+    } else if (!c.other.empty()) {
+      roles.others[name] = who(c.other[0]);
+    }
+  }
+  return roles;
+}
+
+namespace {
+
+class ParameterWriter {
+ public:
+  ParameterWriter(GraphModule& module, Report& report, ParameterScaling* live)
+      : state_(module.state()), report_(report), live_(live) {}
+
+  void scale_weight(const std::string& name, const std::vector<std::string>& names) {
+    if (live_ && live_->confirm(names)) return;
+    const at::Tensor weight = state_.get(name).tensor.detach();
+    const WeightScale scale = measure_weight(weight);
+    const std::string from = weight.numel() < 2 || weight.is_meta() ? "" : "std " + std::to_string(scale.std);
+    if (!scale.obstacle.empty()) return add(ReportKind::LeftAlone, name, from, scale.obstacle);
+    const at::Tensor values =
+        weight.is_meta() ? at::empty_like(weight) : (scale.wide / scale.std).to(weight.scalar_type());
+    write(ReportKind::Weight, name, names, values, from);
+  }
+
+  void clear_bias(const std::string& name, const std::vector<std::string>& names) {
+    if (live_ && live_->confirm(names)) return;
+    write(ReportKind::Bias, name, names, at::zeros_like(state_.get(name).tensor), "");
+  }
+
+  void leave_alone(const std::string& name, const std::string& user) {
+    add(ReportKind::LeftAlone, name, "", "used by " + user);
+    if (live_) changed_ |= live_->undo(names_of(name), state_.get(name).tensor);
+  }
+
+  bool changed() const { return changed_; }
+
+ private:
+  void write(ReportKind kind, const std::string& name, const std::vector<std::string>& names, at::Tensor values,
+             const std::string& from) {
+    if (live_) {
+      if (!live_->write(names, state_.get(name).tensor, values)) {
+        return add(ReportKind::LeftAlone, name, from, "its values were changed since unit_scale()");
+      }
+    } else {
+      values.set_requires_grad(state_.get(names[0]).tensor.requires_grad());
+      for (const auto& n : names) state_.set(n, values, state_.get(n).kind);
+    }
+    changed_ = true;
+    add(kind, name, from, other_names(names));
+  }
+
+  void add(ReportKind kind, const std::string& name, std::string from, std::string reason) {
+    report_.add({.kind = kind, .node = name, .from = std::move(from), .reason = std::move(reason)});
+  }
+
+  std::vector<std::string> names_of(const std::string& name) const {
+    std::vector<std::string> names;
+    const auto* tensor = state_.get(name).tensor.unsafeGetTensorImpl();
+    for (const Attr& attr : state_) {
+      if (attr.tensor.unsafeGetTensorImpl() == tensor) names.push_back(attr.name);
+    }
+    return names;
+  }
+
+  State& state_;
+  Report& report_;
+  ParameterScaling* live_;
+  bool changed_ = false;
+};
+
+}  // namespace
+
+bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& report, ParameterScaling* live) {
+  at::NoGradGuard no_grad;
+  ParameterWriter writer(module, report, live);
+  for (const auto& [name, role] : roles.weights) writer.scale_weight(name, role.names);
+  for (const auto& [name, role] : roles.biases) writer.clear_bias(name, role.names);
+  for (const auto& [name, user] : roles.others) writer.leave_alone(name, user);
+  if (live) live->add_to(report);
+  if (writer.changed()) module.sync_module();
+  return writer.changed();
+}
+
+void tag_parameters(const GraphModule& module, const ParameterRoles& roles,
+                    const std::unordered_map<std::string, int64_t>& depth_of, MupTable& tags) {
+  for (const Attr& attr : module.state()) {
+    if (attr.kind != AttrKind::Parameter || !attr.tensor.defined()) continue;
+    ParameterData data{MupType::Norm, std::nullopt};
+    const bool one_dimensional = attr.tensor.dim() <= 1;
+    if (one_dimensional && !roles.norms.count(attr.name)) data.type = MupType::Bias;
+    if (auto it = depth_of.find(attr.name); it != depth_of.end()) data.scaling_depth = it->second;
+    tags.emplace(attr.name, data);
+  }
+  for (const auto& [name, role] : roles.weights) {
+    bool readout = !role.operators.empty();
+    for (const Node* node : role.operators) readout = readout && node->is_op("plumb::linear_readout");
+    for (const auto& n : role.names) {
+      if (module.state().get(n).kind == AttrKind::Parameter) tags[n].type = readout ? MupType::Output : MupType::Weight;
+    }
+  }
+  for (const auto& [name, role] : roles.biases) {
+    for (const auto& n : role.names) tags[n].type = MupType::Bias;
+  }
 }
 
 }  // namespace plumb

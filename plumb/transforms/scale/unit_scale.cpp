@@ -11,7 +11,7 @@
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
-#include "plumb/transforms/scale/parameters.h"
+#include "plumb/transforms/scale/parameter_scaling.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
 
