@@ -5,7 +5,7 @@
 #include <string>
 
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/graph/pass.h"
 
 namespace plumb {
 namespace {

@@ -8,7 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/copy_node.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/graph/pass.h"
 #include "plumb/graph/plan.h"
 
 namespace plumb {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "plumb/graph/aliases.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/graph/pass.h"
 #include "plumb/operators/operator_facts.h"
 
 namespace plumb {

@@ -6,7 +6,7 @@
 
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/copy_node.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/graph/pass.h"
 #include "plumb/operators/operator_facts.h"
 
 namespace plumb {

@@ -4,9 +4,9 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "plumb/graph/pass.h"
 #include "plumb/graph/passes/layouts.h"
 #include "plumb/graph/passes/pattern_rules.h"
-#include "plumb/graph/passes/tools.h"
 
 namespace plumb {
 namespace {

@@ -5,7 +5,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/graph/pass.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
 #include "plumb/transforms/operands.h"

@@ -9,7 +9,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
-#include "plumb/graph/passes/tools.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/fp8_delayed.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/passes/tools.h"
+#include "plumb/graph/pass.h"
 #include "plumb/transforms/optimise/factors.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
 #include "plumb/transforms/rewrite.h"

@@ -6,8 +6,8 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
 #include "plumb/graph/passes/layouts.h"
-#include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
