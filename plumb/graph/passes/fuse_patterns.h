@@ -9,7 +9,12 @@
 // Left alone: a form whose inner values are used elsewhere, written, or in another grad mode.
 #pragma once
 
+#include <functional>
+#include <string>
+#include <vector>
+
 #include "plumb/graph/graph_module.h"
+#include "plumb/graph/pattern.h"
 
 namespace plumb {
 
@@ -19,5 +24,20 @@ struct FusePatternsOptions {
 
 // Returns whether anything changed; what was fused how often goes to `report`.
 bool fuse_patterns(Graph& graph, const FusePatternsOptions& options = {}, std::vector<std::string>* report = nullptr);
+
+struct PatternRule {
+  std::string name;
+  bool exact;          // the same bits, gradients too
+  bool through_casts;  // casts between floating types may stand anywhere in between
+  Pattern pattern;
+  // Makes the operator at the insertion point, or returns null if the types do not fit it.
+  std::function<Node*(Graph&, const Match&)> build;
+};
+
+const std::vector<PatternRule>& pattern_rules();
+
+// Returns whether `x.matmul(w.t()) + b` and `linear(x, w, b)` are the same bits, gradients too, for tensors of these
+// types: both are run on random numbers (not the process's own). False where they cannot be run here.
+bool same_bits_with_bias(const TensorMeta& x, const TensorMeta& w);
 
 }  // namespace plumb

@@ -5,7 +5,6 @@
 
 #include "plumb/graph/pass.h"
 #include "plumb/graph/passes/passes_testing.h"
-#include "plumb/graph/passes/pattern_rules.h"
 #include "plumb/graph/pattern.h"
 
 namespace plumb {
