@@ -1,7 +1,6 @@
 // Graph, Node, GraphModule.
 #include "module.h"
 #include "plumb/graph/graph_module.h"
-#include "plumb/graph/mode.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
 #include "plumb/graph/pass.h"
