@@ -1,9 +1,16 @@
+#include <ATen/core/Tensor.h>
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <string_view>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/arg.h"
 #include "plumb/graph/graph.h"
+#include "plumb/graph/meta.h"
 #include "plumb/graph/node_kind.h"
 #include "plumb/graph/schema_fit.h"
 #include "plumb/operators/operator_facts.h"
@@ -213,6 +220,72 @@ bool Node::has_side_effects() const {
   if (op_->schema().returns().empty()) return true;
   const OperatorFacts& facts = operator_facts(target_);
   return facts.opaque || facts.has_effects || writes() || is_random();
+}
+
+namespace {
+
+bool same_bits(double a, double b) {
+  return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b) || (a != a && b != b);
+}
+
+}  // namespace
+
+bool Arg::has_values() const { return is_value() || (is_list() && std::ranges::any_of(list(), &Arg::has_values)); }
+
+bool operator==(const Arg& a, const Arg& b) {
+  if (a.data_.index() != b.data_.index()) return false;
+  if (a.is_value()) return a.value() == b.value();
+  if (a.is_list()) return a.list() == b.list();
+  return same_constant(a.constant(), b.constant());
+}
+
+bool same_constant(const c10::IValue& a, const c10::IValue& b) {
+  if (a.isDouble() && b.isDouble()) return same_bits(a.toDouble(), b.toDouble());
+  if (a.isComplexDouble() && b.isComplexDouble()) {
+    auto x = a.toComplexDouble(), y = b.toComplexDouble();
+    return same_bits(x.real(), y.real()) && same_bits(x.imag(), y.imag());
+  }
+  if (a.isList() && b.isList()) {
+    return std::ranges::equal(a.toListRef(), b.toListRef(), same_constant);
+  }
+  if (a.isTensor() || b.isTensor()) return a.isTensor() && b.isTensor() && a.toTensor().is_same(b.toTensor());
+  if (a.tagKind() != b.tagKind()) return false;
+  return a == b;
+}
+
+TensorMeta TensorMeta::of(const at::Tensor& tensor) {
+  TensorMeta meta;
+  meta.dtype = tensor.scalar_type();
+  meta.sizes = tensor.sizes().vec();
+  if (tensor.layout() == at::kStrided && !tensor.is_nested()) meta.strides = tensor.strides().vec();
+  meta.device = tensor.device();
+  meta.requires_grad = tensor.requires_grad();
+  return meta;
+}
+
+int64_t TensorMeta::numel() const { return c10::multiply_integers(sizes); }
+
+bool TensorMeta::is_contiguous() const { return strides == contiguous_strides(sizes); }
+
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) {
+    // As in torch, a dimension of size 0 counts as 1. Sizes from files may be absurd: wrap around, do not overflow.
+    const auto step = static_cast<uint64_t>(std::max<int64_t>(sizes[i], 1));
+    strides[i - 1] = static_cast<int64_t>(static_cast<uint64_t>(strides[i]) * step);
+  }
+  return strides;
+}
+
+std::string NodeMeta::module_path() const { return modules && !modules->empty() ? modules->back().path : ""; }
+
+std::string NodeMeta::where() const {
+  std::string text = module_path();
+  if (source && !source->file.empty()) {
+    std::string line = source->file + ":" + std::to_string(source->line);
+    text = text.empty() ? line : text + " (" + line + ")";
+  }
+  return text;
 }
 
 }  // namespace plumb
