@@ -1,13 +1,16 @@
 // The recording of one forward: its calls, the values they read and make, and the tensors they take from outside.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "plumb/capture/capture.h"
-#include "plumb/capture/stale_memory.h"
 #include "plumb/capture/value_table.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/module_state_guard.h"
@@ -86,6 +89,23 @@ class CallRecorder {
 
   ModuleStateGuard& module_state_;
   std::shared_ptr<const ModuleStack> last_stack_;
+};
+
+class StaleMemory {
+ public:
+  // Marks the tensor's present memory as stale.
+  void add(const at::Tensor& tensor);
+  // Notes two tensors that share memory in the program but not in a replay: once one is written, the other is stale.
+  void add_twins(const at::Tensor& a, const at::Tensor& b);
+  // Called before this tensor's memory is written.
+  void before_write(const at::Tensor& tensor);
+  bool contains(const at::Tensor& tensor) const;
+
+ private:
+  // A weak reference keeps the address from being used again.
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  std::unordered_map<const c10::StorageImpl*, Weak> stale_;
+  std::unordered_map<const c10::StorageImpl*, std::vector<Weak>> twins_;
 };
 
 }  // namespace plumb
