@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
+#include "plumb/capture/capture_mode.h"
 #include "plumb/capture/session.h"
 #include "plumb/capture/verify.h"
 #include "plumb/core/error.h"
@@ -184,6 +185,32 @@ std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const Captur
   }
   if (options.notes) options.notes->insert(options.notes->end(), first.notes.begin(), first.notes.end());
   return first.module;
+}
+
+CaptureMode first_mode(const AllowedModes& allowed, bool guard_values) {
+  return {.skip_compute = allowed.skip_compute,
+          .tell_libraries = guard_values && allowed.guarded_tells_libraries,
+          .guard_values = guard_values};
+}
+
+std::optional<CaptureMode> next_mode(const CaptureMode& mode, RetryReason reason, const AllowedModes& allowed) {
+  CaptureMode next = mode;
+  switch (reason) {
+    case RetryReason::NeedsComposites: next.open_composites = true; break;
+    case RetryReason::NeedsValues: next.skip_compute = false; break;
+    case RetryReason::LibraryBranches:
+      if (allowed.tell_libraries && !mode.tell_libraries && !mode.guard_values) {
+        next = first_mode(allowed, false);
+        next.tell_libraries = true;
+        break;
+      }
+      [[fallthrough]];
+    case RetryReason::DataDependent:
+      if (allowed.guard_values && !mode.guard_values) next = first_mode(allowed, true);
+      break;
+  }
+  if (next == mode) return std::nullopt;
+  return next;
 }
 
 }  // namespace plumb
