@@ -11,7 +11,7 @@
 #include "plumb/graph/names.h"
 #include "plumb/partition/assign.h"
 #include "plumb/tensors/parameter_tag.h"
-#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {

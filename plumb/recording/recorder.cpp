@@ -10,7 +10,7 @@
 #include "plumb/core/text.h"
 #include "plumb/graph/names.h"
 #include "plumb/numerics/hash.h"
-#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {

@@ -1,8 +1,13 @@
 #include "plumb/transforms/rewrite.h"
 
+#include <ATen/ops/amin.h>
+
 #include <span>
+#include <string_view>
 
 #include "plumb/core/join.h"
+#include "plumb/core/text.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -49,6 +54,174 @@ bool erase_identities(Graph& graph) {
 
 std::string other_names(const std::vector<std::string>& names) {
   return names.size() < 2 ? "" : "also named " + join(std::span(names).subspan(1));
+}
+
+namespace {
+
+constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(-1e4) is 0 in every type
+
+}  // namespace
+
+std::optional<double> number_of(const Arg& arg) {
+  if (!arg.is_constant()) return std::nullopt;
+  const auto& v = arg.constant();
+  return v.isDouble() ? std::optional(v.toDouble())
+         : v.isInt()  ? std::optional(static_cast<double>(v.toInt()))
+                      : std::nullopt;
+}
+
+bool is_passthrough(const Node* node) {
+  return node->is_call() && node->num_inputs() > 0 && operator_facts(node->target()).passes_through;
+}
+
+const Node* source_attribute(const Value* value) {
+  while (value) {
+    const Node* node = value->producer();
+    if (node->kind() == NodeKind::GetAttr) return node;
+    if (!is_passthrough(node) || !node->args()[0].is_value()) return nullptr;
+    value = node->args()[0].value();
+  }
+  return nullptr;
+}
+
+std::vector<Use> effective_uses(const Value* value) {
+  std::vector<Use> found;
+  std::vector<const Value*> open{value};
+  while (!open.empty()) {
+    const Value* v = open.back();
+    open.pop_back();
+    for (const Use& use : v->uses()) {
+      if (is_passthrough(use.user)) {
+        // `x.view_as(w)` and the like look at w's shape or type only.
+        if (use.index != 0 || !use.user->args()[0].is_value()) continue;
+        for (const Value* result : use.user->results()) open.push_back(result);
+      } else {
+        found.push_back(use);
+      }
+    }
+  }
+  return found;
+}
+
+const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns) {
+  for (const std::string& pattern : patterns) {
+    bool hit = matches_pattern(pattern, node->result()->name()) || matches_pattern(pattern, node->meta().module_path());
+    for (const Value* value : node->inputs()) {
+      const Node* attr = source_attribute(value);
+      hit = hit || (attr && matches_pattern(pattern, attr->target()));
+    }
+    if (hit) return &pattern;
+  }
+  return nullptr;
+}
+
+std::optional<at::ScalarType> dtype_of(const Value* value, const State& state) {
+  if (value->meta()) return value->meta()->dtype;
+  const Node* node = value->producer();
+  if (node->kind() == NodeKind::GetAttr) {
+    if (const Attr* attr = state.find(node->target()); attr && attr->tensor.defined())
+      return attr->tensor.scalar_type();
+  }
+  return std::nullopt;
+}
+
+std::vector<int64_t> sizes_of(const Value* value, const State& state) {
+  if (!value) return {};
+  if (value->meta()) return value->meta()->sizes;
+  if (value->producer()->kind() != NodeKind::GetAttr) return {};
+  const Attr* attr = state.find(value->producer()->target());
+  return attr && attr->tensor.defined() ? attr->tensor.sizes().vec() : std::vector<int64_t>{};
+}
+
+bool may_be_float(const Value* value, const State& state) {
+  if (value->type() == ValueType::Int || value->type() == ValueType::Bool) return false;
+  const auto dtype = dtype_of(value, state);
+  return !dtype || at::isFloatingType(*dtype);
+}
+
+std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state, bool detached) {
+  std::unordered_set<const Node*> found;
+  for (const Node* node : graph.nodes()) {
+    bool flows = false;
+    if (node->kind() == NodeKind::Placeholder) {
+      flows = node->result()->is_tensor() && may_be_float(node->result(), state);
+    } else if (node->kind() == NodeKind::GetAttr) {
+      const Attr* attr = state.find(node->target());
+      flows = attr && attr->kind == AttrKind::Parameter && may_be_float(node->result(), state);
+    } else if (detached || !node->is_op("aten::detach")) {
+      for (size_t i = 0; i < node->num_inputs() && !flows; ++i) {
+        flows = found.count(node->input(i)->producer()) && may_be_float(node->input(i), state);
+      }
+    }
+    if (flows) found.insert(node);
+  }
+  return found;
+}
+
+std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state) {
+  std::unordered_map<const Node*, std::string> tensor_of, computed;  // the name of a tensor
+  std::unordered_set<const Node*> from_input;
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::Placeholder) {
+      from_input.insert(node);
+      continue;
+    }
+    if (node->kind() == NodeKind::GetAttr) {
+      const Attr* attr = state.find(node->target());
+      if (attr && attr->kind != AttrKind::Constant && may_be_float(node->result(), state))
+        tensor_of.emplace(node, node->target());
+      continue;
+    }
+    for (const Value* value : node->inputs()) {
+      if (from_input.count(value->producer())) from_input.insert(node);
+      if (auto it = tensor_of.find(value->producer()); it != tensor_of.end()) tensor_of.emplace(node, it->second);
+    }
+    if (from_input.count(node)) {
+      tensor_of.erase(node);
+    } else if (auto it = tensor_of.find(node);
+               it != tensor_of.end() && node->num_results() && !source_attribute(node->result())) {
+      computed.emplace(node, it->second);
+    }
+  }
+  return computed;
+}
+
+bool looks_like_mask(const Value* value, const State& state) {
+  // A mask is made in a few steps; further away it is something else.
+  for (int step = 0; step < 12; ++step) {
+    const Node* node = value->producer();
+    if (node->kind() == NodeKind::GetAttr) {
+      const Attr* attr = state.find(node->target());
+      if (!attr || attr->kind == AttrKind::Parameter || !attr->tensor.defined() || attr->tensor.is_meta() ||
+          attr->tensor.numel() == 0 || !attr->tensor.is_floating_point())
+        return false;
+      return at::amin(attr->tensor.detach()).to(at::kDouble).item<double>() <= kBlocking;
+    }
+    if (!node->is_call()) return false;
+    const std::string_view name = node->op_name();
+    auto blocks = [&](std::string_view argument) {
+      const Arg* arg = node->try_arg(argument);
+      const auto n = arg ? number_of(*arg) : std::nullopt;
+      return n && *n <= kBlocking;
+    };
+    if (name == "aten::full" || name == "aten::full_like" || name == "aten::new_full") return blocks("fill_value");
+    if (name == "aten::scalar_tensor") return blocks("s");
+    if (name == "aten::masked_fill" && blocks("value")) return true;
+    if (name == "aten::where" && (blocks("other") || blocks("self"))) return true;
+    if (name == "aten::mul" && blocks("other")) return true;
+    if (name == "aten::where") {
+      const Arg* other = node->try_arg("other");
+      if (!other || !other->value()) return false;
+      value = other->value();
+    } else if (is_passthrough(node) || name == "aten::masked_fill" || name == "aten::triu" || name == "aten::tril" ||
+               name == "aten::mul" || name == "aten::index" || name == "aten::index_select") {
+      if (!node->args()[0].is_value()) return false;
+      value = node->args()[0].value();
+    } else {
+      return false;
+    }
+  }
+  return false;
 }
 
 }  // namespace plumb

@@ -1,11 +1,16 @@
-// Steps of a rewrite that transforms share. Not for other rooms.
+// What transforms share: steps of a rewrite, and facts about the operands of nodes: parameters seen through views, types,
+// gradients. Not for other rooms.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "plumb/graph/graph.h"
+#include "plumb/graph/state.h"
 
 namespace plumb {
 
@@ -23,5 +28,41 @@ bool erase_identities(Graph& graph);
 
 // For reports: "also named b, c" of one tensor's names a, b, c; "" if it has just one.
 std::string other_names(const std::vector<std::string>& names);
+
+// True if the node returns its first input rearranged, copied, cast, rounded or measured, and computes nothing with it:
+// views, `to`, plumb::simulate_format.
+bool is_passthrough(const Node* node);
+
+// Returns a constant number; nothing for anything else.
+std::optional<double> number_of(const Arg& arg);
+
+// The get_attr node that this value comes from through pass-through nodes; null if something is computed on the way.
+const Node* source_attribute(const Value* value);
+
+// Returns the uses of a value by nodes that compute, seen through pass-through nodes.
+std::vector<Use> effective_uses(const Value* value);
+
+// Returns the first of the patterns (core/text.h) that fits the name of the node's result, its module's path or a
+// parameter that it takes; null if none does.
+const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns);
+
+// Returns the dtype of a value from its meta or the state; nullopt if it is not known without running.
+std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
+// Returns the sizes of a value from its meta or the state; empty if they are not known, and of null.
+std::vector<int64_t> sizes_of(const Value* value, const State& state);
+// Returns false only if the dtype is known and is no floating-point one.
+bool may_be_float(const Value* value, const State& state);
+
+// Returns nodes that a gradient can flow through: with a floating input or a parameter among their ancestors. With
+// `detached`, also those that are computed from such a node behind a detach.
+std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state, bool detached = false);
+
+// Returns nodes that depend on parameters or floating-point buffers (perhaps on constants too) but on no input, with
+// the name of one such tensor: a weight made by spectral_norm or another parametrization.
+std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state);
+
+// True if the value holds huge negative numbers, that is, if it is an additive attention mask. Decided from how it is
+// made, or from its values if it is a constant.
+bool looks_like_mask(const Value* value, const State& state);
 
 }  // namespace plumb

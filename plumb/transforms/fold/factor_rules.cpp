@@ -12,8 +12,8 @@
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/rules.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
+#include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
 
 namespace plumb {

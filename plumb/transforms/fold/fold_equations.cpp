@@ -10,8 +10,8 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
+#include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
 
 namespace plumb {

@@ -15,7 +15,6 @@
 #include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/formats/use_fp8.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 
 namespace plumb {

@@ -2,7 +2,7 @@
 
 #include <string_view>
 
-#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
 
 namespace plumb {

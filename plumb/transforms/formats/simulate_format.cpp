@@ -8,7 +8,6 @@
 #include "plumb/graph/pass.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
 

@@ -14,7 +14,6 @@
 #include "plumb/scaling/fp8_delayed.h"
 #include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/formats/simulate_format.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 
 namespace plumb {

@@ -6,8 +6,8 @@
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/optimise/factors.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 

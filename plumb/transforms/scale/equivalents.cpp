@@ -9,7 +9,7 @@
 #include "plumb/graph/schema_fit.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/elementwise.h"
-#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {

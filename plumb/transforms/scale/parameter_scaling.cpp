@@ -7,7 +7,6 @@
 #include <cstdio>
 
 #include "plumb/numerics/metrics.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/recurrent.h"

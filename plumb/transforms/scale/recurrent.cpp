@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "plumb/operators/operator_facts.h"
-#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {

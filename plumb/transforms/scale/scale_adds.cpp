@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "plumb/operators/operator_facts.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/residual.h"
 

@@ -8,7 +8,6 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/passes/layouts.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/parameter_scaling.h"

@@ -6,7 +6,6 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/pass.h"
-#include "plumb/transforms/operands.h"
 #include "plumb/transforms/rewrite.h"
 
 namespace plumb {

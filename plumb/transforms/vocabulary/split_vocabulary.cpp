@@ -11,7 +11,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/pass.h"
-#include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {
