@@ -4,7 +4,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/call_operator.h"
-#include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
 

@@ -35,7 +35,7 @@ Tensor scale_bwd(const Tensor& input, double scale);
 Tensor gelu(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale",
             const std::string& approximate = "none");
 namespace detail {
-// plumb::NAME of those of elementwise.h that take no more arguments than these.
+// plumb::NAME of the functions of each element (rules.h) that take no more arguments than these.
 Tensor elementwise(std::string_view name, const Tensor& input, double mult, const Constraint& constraint);
 }  // namespace detail
 inline Tensor silu(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale") {

@@ -1,4 +1,4 @@
-// relu, functions of each element (elementwise.h), pooling, transposed convolutions, group_norm, batch_norm: torch's
+// relu, functions of each element (rules.h), pooling, transposed convolutions, group_norm, batch_norm: torch's
 // operators between scale factors. They dissolve into those when a program is decomposed; each rule is derived in
 // rules.h.
 #include <torch/csrc/autograd/custom_function.h>
@@ -10,7 +10,6 @@
 #include "plumb/numerics/call_operator.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
-#include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
 

@@ -3,16 +3,63 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <string>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
-#include "plumb/scaling/rules_internal.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb::rules {
 namespace {
 
 // The standard deviation of relu(x) for unit-normal x is sqrt((1 - 1/pi) / 2): where gelu and silu end for large mult.
 const double kReluLimit = std::sqrt(2 / (1 - 1 / std::numbers::pi));
+
+// An empty batch has no gradient to scale: any finite factor does.
+double at_least_one(int64_t n) { return static_cast<double>(std::max<int64_t>(n, 1)); }
+
+void require_positive(const char* what, double value) {
+  if (value > 0 && std::isfinite(value)) return;
+  throw Error(ErrorKind::InvalidArgument,
+              std::string(what) + " must be a positive number, not " + std::to_string(value) + ".");
+}
+
+// Returns the mean of f over a unit normal variable. The trapezoid rule is exact to rounding for smooth functions.
+template <class F>
+double normal_mean(const F& f) {
+  constexpr int kSteps = 400;
+  constexpr double kWidth = 9;
+  double sum = 0;
+  for (int i = -kSteps; i <= kSteps; ++i) {
+    const double x = kWidth * i / kSteps;
+    sum += f(x) * std::exp(-x * x / 2);
+  }
+  return sum * kWidth / kSteps / std::sqrt(2 * std::numbers::pi);
+}
+
+void require_powers(const std::vector<double>& power) {
+  if (power.size() == 3) return;
+  throw Error(ErrorKind::InvalidArgument,
+              "scale_power needs three exponents (output, input gradient, weight gradient), not " +
+                  std::to_string(power.size()) + ".");
+}
+
+double sigmoid_of(double x) { return 1 / (1 + std::exp(-x)); }
+
+// From the moments of the function and of its slope over a unit normal variable.
+template <auto Value, auto Slope>
+Scales integrated(double mult) {
+  require_positive("mult", mult);
+  auto rule = [](double m) -> Scales {
+    const double mean = normal_mean([m](double x) { return Value(m * x); });
+    const double square = normal_mean([m](double x) { return Value(m * x) * Value(m * x); });
+    const double slope = normal_mean([m](double x) { return m * Slope(m * x) * (m * Slope(m * x)); });
+    return {1 / std::sqrt(square - mean * mean), 1 / std::sqrt(slope)};
+  };
+  static const Scales plain = rule(1);
+  return mult == 1 ? plain : rule(mult);
+}
 
 }  // namespace
 
@@ -176,3 +223,46 @@ ResidualScalingFn transformer_residual_scaling_rule(double residual_mult, double
 }
 
 }  // namespace plumb::rules
+
+namespace plumb {
+namespace {
+
+constexpr ElementwiseFunction kFunctions[] = {
+    {"gelu", rules::gelu, nullptr, true},
+    {"silu", rules::silu, nullptr, true},
+    {"tanh",
+     rules::integrated<[](double x) { return std::tanh(x); }, [](double x) { return 1 - std::tanh(x) * std::tanh(x); }>,
+     at::tanh},
+    {"sigmoid",
+     rules::integrated<rules::sigmoid_of, [](double x) { return rules::sigmoid_of(x) * (1 - rules::sigmoid_of(x)); }>,
+     at::sigmoid},
+};
+
+// The others' rows stand beside their kernels.
+[[maybe_unused]] const bool elementwise_rows = [] {
+  for (const ElementwiseFunction& function : kFunctions) {
+    if (function.torch) RegisterOperators{{"plumb::", function.name}};
+  }
+  return true;
+}();
+
+}  // namespace
+
+std::span<const ElementwiseFunction> elementwise_functions() { return kFunctions; }
+
+const ElementwiseFunction* try_find_elementwise(std::string_view name) {
+  if (name.starts_with("plumb::")) name.remove_prefix(7);
+  for (const ElementwiseFunction& function : kFunctions) {
+    if (function.name == name) return &function;
+  }
+  return nullptr;
+}
+
+const ElementwiseFunction& find_elementwise(std::string_view name) {
+  if (const ElementwiseFunction* function = try_find_elementwise(name)) return *function;
+  throw Error(ErrorKind::UnknownName,
+              "there is no unit-scaled function of each element named '" + std::string(name) + "'", "",
+              join(kFunctions, &ElementwiseFunction::name));
+}
+
+}  // namespace plumb

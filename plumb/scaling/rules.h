@@ -4,8 +4,12 @@
 // A rule gives the factors before any constraint: [output, gradients ...], for inputs of zero mean and unit variance.
 #pragma once
 
+#include <ATen/ATen.h>
+
 #include <cstdint>
 #include <functional>
+#include <span>
+#include <string_view>
 #include <vector>
 
 namespace plumb::rules {
@@ -83,3 +87,24 @@ using ResidualScalingFn = std::function<double(int64_t index, int64_t layers)>;
 ResidualScalingFn transformer_residual_scaling_rule(double residual_mult = 1.0, double residual_attn_ratio = 1.0);
 
 }  // namespace plumb::rules
+
+namespace plumb {
+
+// A unit-scaled function of each element. A row of the table in rules.cpp is all that one needs: the operator, what
+// unit_scale() replaces by it and fold()'s way back follow from the row.
+struct ElementwiseFunction {
+  std::string_view name;               // "tanh": of aten::tanh(mult * x), which plumb::tanh scales
+  rules::Scales (*rule)(double mult);  // [output, grad_input] for mult > 0
+  at::Tensor (*torch)(const at::Tensor&) =
+      nullptr;           // the operator is torch's between factors; null: it has its own kernels
+  bool divided = false;  // plumb's is aten's of mult * x, over mult
+};
+
+std::span<const ElementwiseFunction> elementwise_functions();
+
+// Finds a row by its name without or with "plumb::". Null if there is none.
+const ElementwiseFunction* try_find_elementwise(std::string_view name);
+// Throws Error(UnknownName) if there is none.
+const ElementwiseFunction& find_elementwise(std::string_view name);
+
+}  // namespace plumb

@@ -10,7 +10,6 @@
 
 #include "plumb/graph/schema_fit.h"
 #include "plumb/operators/operator_facts.h"
-#include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
 #include "plumb/transforms/rewrite.h"

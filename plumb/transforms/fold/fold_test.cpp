@@ -5,7 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
-#include "plumb/scaling/elementwise.h"
+#include "plumb/scaling/rules.h"
 #include "plumb/transforms/fold/factor_equations.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"

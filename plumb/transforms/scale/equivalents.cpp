@@ -8,7 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/schema_fit.h"
 #include "plumb/operators/operator_facts.h"
-#include "plumb/scaling/elementwise.h"
+#include "plumb/scaling/rules.h"
 #include "plumb/transforms/rewrite.h"
 
 namespace plumb {
