@@ -140,40 +140,28 @@ class SGD(_Scaled, torch.optim.SGD):
         self._how = how
 
 
-class Adam(_Scaled, torch.optim.Adam):
+class _ScaledAdam(_Scaled):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Union[float, Tensor] = 1e-3,
+        *args: Any,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        how = (lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, *how), lr, *args, **kwargs)
+        self._how = how
+
+
+class Adam(_ScaledAdam, torch.optim.Adam):
     """``torch.optim.Adam`` with u-μP's learning rates; see :func:`scaled_parameters`."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: Union[float, Tensor] = 1e-3,
-        *args: Any,
-        weight_decay: float = 0,
-        independent_weight_decay: bool = True,
-        allow_non_unit_scaling_params: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        how = (lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
-        super().__init__(scaled_parameters(params, *how), lr, *args, **kwargs)
-        self._how = how
 
-
-class AdamW(_Scaled, torch.optim.AdamW):
+class AdamW(_ScaledAdam, torch.optim.AdamW):
     """``torch.optim.AdamW`` with u-μP's learning rates; see :func:`scaled_parameters`."""
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: Union[float, Tensor] = 1e-3,
-        *args: Any,
-        weight_decay: float = 0,
-        independent_weight_decay: bool = True,
-        allow_non_unit_scaling_params: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        how = (lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
-        super().__init__(scaled_parameters(params, *how), lr, *args, **kwargs)
-        self._how = how
 
 
 __all__ = [
