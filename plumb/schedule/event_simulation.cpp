@@ -4,6 +4,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/schedule/rank_memory.h"
 
 namespace plumb::schedule_internal {
 
@@ -137,17 +138,10 @@ class EventSimulator {
   }
 
   double duration(const Action& action) const {
-    switch (action.kind) {
-      case ActionKind::Forward: return costs_.forward[action.stage];
-      case ActionKind::BackwardInput: return costs_.input[action.stage];
-      case ActionKind::BackwardWeight: return costs_.weight[action.stage];
-      case ActionKind::FullBackward: return costs_.full[action.stage];
-      case ActionKind::Overlap: {
-        double first = duration(action.first_part()), second = duration(action.second_part());
-        return first + second - costs_.overlap * std::min(first, second);
-      }
-      default: return 0;
-    }
+    if (action.kind != ActionKind::Overlap)
+      return action.is_compute() ? length_of(costs_, action.kind, action.stage) : 0;
+    double first = duration(action.first_part()), second = duration(action.second_part());
+    return first + second - costs_.overlap * std::min(first, second);
   }
 
   void happened(int rank, const Action& action, double end) {

@@ -7,13 +7,6 @@ namespace {
 
 constexpr double kSame = 1e-12;  // shorter differences of time are none
 
-double length_of(const Costs& costs, ActionKind kind, int stage) {
-  return kind == ActionKind::Forward         ? costs.forward[stage]
-         : kind == ActionKind::BackwardInput ? costs.input[stage]
-         : kind == ActionKind::FullBackward  ? costs.full[stage]
-                                             : costs.weight[stage];
-}
-
 }  // namespace
 
 double peak_of_row(const StageTimes& times, int rank, const std::vector<Action>& row) {
@@ -168,12 +161,16 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
   return length;
 }
 
-double TableTimer::replay(const StageTimes& times, const TableRows& rows) {
+double TableTimer::replay(const StageTimes& times, const TableRows& rows, std::vector<std::vector<double>>* ends) {
   begin(times);
+  if (ends) ends->resize(rows.size());
   const int ranks = static_cast<int>(rows.size());
   next_.assign(rows.size(), 0);
   std::size_t left = 0;
-  for (const auto& row : rows) left += row.size();
+  for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+    left += rows[rank].size();
+    if (ends) (*ends)[rank].resize(rows[rank].size());
+  }
   actions_ += static_cast<double>(left);
   double length = 0;
   std::size_t stuck = 0;  // passes in which nothing ran
@@ -195,6 +192,7 @@ double TableTimer::replay(const StageTimes& times, const TableRows& rows) {
         const double end = std::max(free_[rank], ready) + length_of(times.costs, action.kind, s);
         free_[rank] = end;
         length = std::max(length, end);
+        if (ends) (*ends)[rank][i] = end;
         if (action.kind == ActionKind::Forward) at(forward_end_, s, m) = end;
         if (action.kind == ActionKind::BackwardInput || action.kind == ActionKind::FullBackward)
           at(back_end_, s, m) = end;

@@ -39,8 +39,9 @@ class TableTimer {
   // Plays a step through in time; every rank takes what can begin first. Returns its length, or infinity if ranks wait
   // for memory for ever.
   double make(const StageTimes& times, const ListHabits& habits, double memory_limit, TableRows* rows);
-  // Returns the length of a table of F, B, I and W, or infinity if ranks wait for each other.
-  double replay(const StageTimes& times, const TableRows& rows);
+  // Returns the length of a table of F, B, I and W, or infinity if ranks wait for each other. `ends`, where given, gets
+  // the end of each action.
+  double replay(const StageTimes& times, const TableRows& rows, std::vector<std::vector<double>>* ends = nullptr);
 
   double actions() const { return actions_; }  // timed so far
 

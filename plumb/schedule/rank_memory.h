@@ -27,6 +27,14 @@ struct RankCosts : Costs {
   std::vector<double> sent;
 };
 
+// Returns how long a forward or a backward takes.
+inline double length_of(const Costs& costs, ActionKind kind, int stage) {
+  return kind == ActionKind::Forward         ? costs.forward[stage]
+         : kind == ActionKind::BackwardInput ? costs.input[stage]
+         : kind == ActionKind::FullBackward  ? costs.full[stage]
+                                             : costs.weight[stage];
+}
+
 // Returns the stage that an action makes values or gradients for, and the one that it has them from. Negative, or the
 // number of stages: none.
 inline int stage_after(ActionKind kind, int stage) {

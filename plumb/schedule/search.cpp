@@ -8,15 +8,18 @@
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/generators_internal.h"
-#include "plumb/schedule/rank_memory.h"
+#include "plumb/schedule/list_schedule.h"
 
 namespace plumb {
 namespace {
 
 using schedule_internal::memory_change;
 using schedule_internal::RankCosts;
+using schedule_internal::StageTimes;
+using schedule_internal::TableRows;
+using schedule_internal::TableTimer;
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kNever = schedule_internal::kForever;
 
 // How one rank chooses.
 struct Habit {
@@ -42,7 +45,7 @@ class Player {
   Player(int num_ranks, int num_microbatches, const RankCosts& costs, double limit)
       : ranks_(num_ranks), microbatches_(num_microbatches), costs_(costs), limit_(limit * (1 + 1e-9)) {}
 
-  Score play(const std::vector<Habit>& habits, std::vector<std::vector<Action>>* rows = nullptr) {
+  Score play(const std::vector<Habit>& habits, TableRows* rows = nullptr) {
     habits_ = &habits;
     rows_ = rows;
     state_.assign(ranks_, {});
@@ -143,41 +146,25 @@ class Player {
   const RankCosts& costs_;
   double limit_;
   const std::vector<Habit>* habits_ = nullptr;
-  std::vector<std::vector<Action>>* rows_ = nullptr;
+  TableRows* rows_ = nullptr;
   std::vector<State> state_;
   std::vector<double> forward_at_, gradient_at_;
   std::priority_queue<Wake> queue_;
 };
 
-// A table as the order of kinds in every rank; microbatches are counted. Timed, then changed along its critical path.
+// A table of one stage a rank. Timed, then changed along its critical path.
 class Orders {
  public:
-  Orders(const std::vector<std::vector<Action>>& rows, int num_microbatches, const RankCosts& costs, double limit)
-      : microbatches_(num_microbatches), costs_(costs), limit_(limit * (1 + 1e-9)), rows_(rows) {
-    ends_.resize(rows.size());
-    for (std::size_t rank = 0; rank < rows.size(); ++rank) ends_[rank].resize(rows[rank].size());
-    forward_end_.resize(rows.size() * static_cast<std::size_t>(num_microbatches));
-    input_end_.resize(forward_end_.size());
-  }
+  Orders(TableRows rows, int num_microbatches, const StageTimes& times, double limit)
+      : times_(times), limit_(limit * (1 + 1e-9)), rows_(std::move(rows)), timer_(num_microbatches) {}
 
-  const std::vector<std::vector<Action>>& rows() const { return rows_; }
+  const TableRows& rows() const { return rows_; }
 
   // Unbearable if ranks wait for each other.
   Score time() {
-    int ranks = static_cast<int>(rows_.size());
-    next_.assign(rows_.size(), 0);
-    std::ranges::fill(forward_end_, kNever);
-    std::ranges::fill(input_end_, kNever);
-    std::size_t left = 0;
-    for (const auto& row : rows_) left += row.size();
-    while (left) {
-      std::size_t before = left;
-      for (int rank = 0; rank < ranks; ++rank) left -= run(rank);
-      for (int rank = ranks - 1; rank >= 0; --rank) left -= run(rank);
-      if (left == before) return {};
-    }
+    if (timer_.replay(times_, rows_, &ends_) == kNever) return {};
     Score score{0, 0};
-    for (int rank = 0; rank < ranks; ++rank) {
+    for (int rank = 0; rank < static_cast<int>(rows_.size()); ++rank) {
       double length = ends_[rank].back() - (ends_[rank].front() - length_of(rank, rows_[rank].front()));
       if (length > score.longest) longest_rank_ = rank;
       score.longest = std::max(score.longest, length);
@@ -231,7 +218,7 @@ class Orders {
     std::swap(row[i - 1], row[i]);
     double held = 0;
     for (std::size_t k = 0; k <= i; ++k) {
-      held += memory_change(costs_, row[k].kind, rank);
+      held += memory_change(times_.costs, row[k].kind, rank);
       if (held > limit_) {
         std::swap(row[i - 1], row[i]);
         return false;
@@ -243,44 +230,14 @@ class Orders {
 
  private:
   double length_of(int rank, const Action& action) const {
-    return action.kind == ActionKind::Forward         ? costs_.forward[rank]
-           : action.kind == ActionKind::BackwardInput ? costs_.input[rank]
-                                                      : costs_.weight[rank];
-  }
-  std::size_t at(int rank, int m) const {
-    return static_cast<std::size_t>(rank) * static_cast<std::size_t>(microbatches_) + static_cast<std::size_t>(m);
+    return schedule_internal::length_of(times_.costs, action.kind, rank);
   }
 
-  std::size_t run(int rank) {
-    std::size_t& i = next_[rank];
-    std::size_t first = i;
-    const auto& row = rows_[rank];
-    double clock = i ? ends_[rank][i - 1] : 0;
-    int last = static_cast<int>(rows_.size()) - 1;
-    for (; i < row.size(); ++i) {
-      const Action& action = row[i];
-      double ready = 0;
-      if (action.kind == ActionKind::Forward) {
-        if (rank > 0) ready = forward_end_[at(rank - 1, action.microbatch)] + costs_.communication[rank - 1];
-      } else if (action.kind == ActionKind::BackwardInput && rank < last) {
-        ready = input_end_[at(rank + 1, action.microbatch)] + costs_.communication[rank];
-      }
-      if (ready == kNever) break;
-      clock = std::max(clock, ready) + length_of(rank, action);
-      ends_[rank][i] = clock;
-      if (action.kind == ActionKind::Forward) forward_end_[at(rank, action.microbatch)] = clock;
-      if (action.kind == ActionKind::BackwardInput) input_end_[at(rank, action.microbatch)] = clock;
-    }
-    return i - first;
-  }
-
-  int microbatches_;
-  const RankCosts& costs_;
+  const StageTimes& times_;
   double limit_;
-  std::vector<std::vector<Action>> rows_;
+  TableRows rows_;
+  TableTimer timer_;
   std::vector<std::vector<double>> ends_;
-  std::vector<double> forward_end_, input_end_;
-  std::vector<std::size_t> next_;
   int longest_rank_ = 0;
 };
 
@@ -357,7 +314,9 @@ int improve(Orders& orders, int most_tables, std::mt19937_64& random) {
 SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& given, const SearchOptions& options) {
   SearchResult result;
   result.schedule = schedule_internal::new_table("Searched", num_ranks, num_microbatches, 1, false);
-  const RankCosts costs(given.for_stages(num_ranks, num_ranks), loop_placement(num_ranks, 1).ranks);
+  StageTimes times{{}, loop_placement(num_ranks, 1).ranks, std::vector<double>(num_ranks, 0)};
+  times.costs = RankCosts(given.for_stages(num_ranks, num_ranks), times.rank);
+  const RankCosts& costs = times.costs;
   double largest = *std::ranges::max_element(costs.activation);
   if (!(options.memory_limit >= largest * (1 - 1e-9))) {
     throw Error(ErrorKind::InvalidArgument, "not even one microbatch fits in the memory limit", "",
@@ -393,7 +352,7 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
       *std::ranges::min_element(candidates, [](const auto& a, const auto& b) { return a.score < b.score; });
   refine(best, left / 2);
   player.play(best.habits, &result.schedule.rows);
-  Orders orders(result.schedule.rows, num_microbatches, costs, options.memory_limit);
+  Orders orders(result.schedule.rows, num_microbatches, times, options.memory_limit);
   result.tried += improve(orders, most_tables - result.tried, random);
   result.schedule.rows = orders.rows();
   result.simulation = simulate_schedule(result.schedule, given);
