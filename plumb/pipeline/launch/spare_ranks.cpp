@@ -8,7 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
-#include "plumb/pipeline/transport/within.h"
+#include "plumb/pipeline/transport/interruptible_wait.h"
 
 namespace plumb {
 namespace {

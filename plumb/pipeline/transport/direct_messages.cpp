@@ -10,8 +10,8 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
+#include "plumb/pipeline/transport/interruptible_wait.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"
-#include "plumb/pipeline/transport/within.h"
 
 namespace plumb {
 namespace {

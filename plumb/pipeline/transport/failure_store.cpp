@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "plumb/core/str.h"
-#include "plumb/pipeline/transport/within.h"
+#include "plumb/pipeline/transport/interruptible_wait.h"
 
 namespace plumb {
 namespace {

@@ -13,9 +13,9 @@
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
+#include "plumb/pipeline/transport/interruptible_wait.h"
 #include "plumb/pipeline/transport/listen.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"
-#include "plumb/pipeline/transport/within.h"
 
 namespace plumb {
 
