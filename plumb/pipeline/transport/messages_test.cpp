@@ -13,7 +13,7 @@
 #include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/pipeline/transport/message.h"
-#include "plumb/pipeline/transport/message_tags.h"
+#include "plumb/pipeline/transport/transport_state.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 

@@ -13,7 +13,7 @@
 #include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/pipeline/transport/host_rings.h"
 #include "plumb/pipeline/transport/interruptible_wait.h"
-#include "plumb/pipeline/transport/message_tags.h"
+#include "plumb/pipeline/transport/message.h"
 #include "plumb/pipeline/transport/transport.h"
 
 namespace plumb {
@@ -156,6 +156,26 @@ struct Transport::State {
   void make_direct(int index, const std::string& action);
   void keep_buffers();
   std::optional<Cause> find_told();
+};
+
+class MessageTags {
+ public:
+  // `range`: the transport's number in its group.
+  explicit MessageTags(int range) : first_(kFirst + range % kRanges * kInRange) {}
+
+  // Returns the tag of the buffer's class, so that no message meets a buffer that is too short for it.
+  int message(int size_class) const { return first_ + size_class; }
+  int second_part(int size_class, int position) const {
+    return first_ + kFirstOfSecondParts + size_class * kPositions + position % kPositions;
+  }
+
+ private:
+  static constexpr int kRanges = 512, kInRange = 1 << 21, kFirst = 1 << 10;
+  // The lower half of a range is for messages, the upper one for second parts.
+  static constexpr int kFirstOfSecondParts = kInRange / 2;
+  static constexpr int kPositions = kFirstOfSecondParts / wire::kSizeClasses;
+
+  int first_;
 };
 
 }  // namespace plumb
