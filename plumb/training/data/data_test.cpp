@@ -6,7 +6,6 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/training/data/batches.h"
-#include "plumb/training/data/permutation.h"
 #include "plumb/training/step/loss.h"
 #include "plumb/training/training_testing.h"
 
