@@ -7,7 +7,7 @@
 #include "plumb/training/options_testing.h"
 #include "plumb/training/plan/dry_run.h"
 #include "plumb/training/recovery/lasting.h"
-#include "plumb/training/step/rates.h"
+#include "plumb/training/step/optimizer.h"
 
 namespace plumb {
 namespace {

@@ -20,7 +20,7 @@
 #include "plumb/training/reports/step_hashes.h"
 #include "plumb/training/step/evaluate.h"
 #include "plumb/training/step/not_finite.h"
-#include "plumb/training/step/rates.h"
+#include "plumb/training/step/optimizer.h"
 #include "plumb/training/verdict_run.h"
 
 namespace plumb {
