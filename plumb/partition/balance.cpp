@@ -10,7 +10,6 @@
 #include "plumb/core/str.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/assign.h"
-#include "plumb/partition/memory_sets.h"
 
 namespace plumb {
 namespace {

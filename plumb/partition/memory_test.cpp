@@ -1,7 +1,7 @@
 // Cuts through memory that is written.
 #include <gmock/gmock.h>
 
-#include "plumb/partition/memory_sets.h"
+#include "plumb/partition/assign.h"
 #include "plumb/partition/partition_testing.h"
 
 namespace plumb {
