@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
+#include "plumb/graph/graph.h"
 #include "plumb/graph/graph_module.h"
 
 namespace plumb {
@@ -45,5 +47,12 @@ GraphCost estimate_cost(const GraphModule& module, const std::vector<c10::IValue
 // Runs every node `repeats` times on the values it has in a run on `inputs`, forward and backward, and takes the
 // fastest. Leaves the module's state, gradients and the random generator as they were.
 GraphCost measure_cost(const GraphModule& module, std::vector<c10::IValue> inputs, int repeats = 5);
+
+using ValueMetas = std::unordered_map<const Value*, TensorMeta>;
+
+// Returns the forward's floating-point operations; a multiply and an add count as two. Contractions and recurrent
+// layers (as in the table of operator facts) count their products, everything else one for each element of its results,
+// lookups nothing. A value without meta counts as empty.
+double flops_of(const Node& node, const ValueMetas& metas);
 
 }  // namespace plumb

@@ -1,4 +1,3 @@
-#include "plumb/partition/flops.h"
 
 #include <gtest/gtest.h>
 
