@@ -9,7 +9,7 @@
 //
 // A stage's forwards run in the order of the table, so buffers (batch norm) are updated once per microbatch. Each of
 // several groups of microbatches (PipelineOptions::gradient_groups; replicas are such) begins with the buffers from
-// before the step, which then are the mean over the groups (group_buffers.h).
+// before the step, which then are the mean over the groups (stage_runner.h).
 #pragma once
 
 #include <functional>

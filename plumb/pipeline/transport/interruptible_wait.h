@@ -1,4 +1,4 @@
-// Waits for c10d's works that another thread can end.
+// Waits for c10d's works that another thread can end, and a limit for waits that have none of their own.
 #pragma once
 
 #include <c10/util/ScopeExit.h>
