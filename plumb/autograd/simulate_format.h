@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 
+#include "plumb/numerics/format.h"
 #include "plumb/numerics/metrics.h"
 
 namespace plumb {
@@ -38,5 +39,11 @@ at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::opti
 // Rounds a gradient that has no other owner in place.
 at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::optional<int64_t> seed, int64_t dim,
                              const Measuring& measuring = {});
+
+// Notes that `x`, fresh from a quantizer on this thread, holds values of `format` until its memory dies or is written.
+void remember_quantised(const at::Tensor& x, const FPFormat& format);
+
+// quantise() and remember_quantised(), the codes made in the same pass; undefined where codes are not for this tensor.
+at::Tensor quantise_and_remember(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed);
 
 }  // namespace plumb

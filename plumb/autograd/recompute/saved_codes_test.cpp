@@ -1,4 +1,3 @@
-#include "plumb/autograd/recompute/saved_codes.h"
 #include "plumb/autograd/recompute/recompute_testing.h"
 
 #include <ATen/ATen.h>
