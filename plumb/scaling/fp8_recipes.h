@@ -36,4 +36,20 @@ struct ScaledCodes {
 // square blocks. The last block of a line may be shorter.
 ScaledCodes cast_scaled(const at::Tensor& matrix, const FPFormat& format, Fp8Recipe recipe, int64_t dim, bool weight);
 
+enum class DelayedRow { Input, Weight, Gradient };
+
+// Returns the state of a layer that has cast nothing. Throws Error(InvalidArgument) for length < 1.
+at::Tensor delayed_state(int64_t length, at::Device device);
+
+struct DelayedCodes {
+  at::Tensor codes;    // uint8, x's sizes
+  at::Tensor inverse;  // float32 []: 1 / scale
+  // Returns the values that the codes stand for.
+  at::Tensor values(const FPFormat& format, at::ScalarType dtype) const;
+};
+// update: the largest magnitude of x enters the state, which gives the next cast's scale, without waiting for x's
+// device.
+DelayedCodes cast_delayed(const at::Tensor& x, const FPFormat& format, const at::Tensor& state, DelayedRow row,
+                          bool update);
+
 }  // namespace plumb

@@ -2,7 +2,7 @@
 #include "module.h"
 #include "plumb/graph/node_kind.h"
 #include "plumb/graph/pass.h"
-#include "plumb/scaling/fp8_delayed.h"
+#include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/fold/fold.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/formats/use_fp8.h"

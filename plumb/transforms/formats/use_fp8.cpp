@@ -11,7 +11,6 @@
 #include "plumb/graph/pass.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"
-#include "plumb/scaling/fp8_delayed.h"
 #include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/rewrite.h"

@@ -8,7 +8,7 @@
 #include "plumb/graph/pass.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
-#include "plumb/scaling/fp8_delayed.h"
+#include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/scale/unit_scale.h"
