@@ -6,7 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/rules.h"
-#include "plumb/transforms/fold/factor_equations.h"
+#include "plumb/transforms/fold/fold_equations.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/scale/unit_scale.h"
