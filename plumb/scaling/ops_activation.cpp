@@ -5,7 +5,7 @@
 #include "plumb/numerics/dropout_noise.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/operators/operator_facts.h"
-#include "plumb/pointwise/fused.h"
+#include "plumb/pointwise/pointwise.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
