@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <string>
 #include <vector>
@@ -45,5 +47,9 @@ void use_machine(Machine* machine);
 
 // Starts a kernel of loaded(); arguments: a pointer to each. Throws Error(ExecutionFailed).
 void start(c10::Device device, void* kernel, int64_t blocks, std::vector<void*> arguments);
+
+// Returns the texts of the kernels that operators would run on CUDA tensors, of what `call` does with tensors of
+// `kind`, which is not CUDA. torch's operators do the work. One call at a time.
+std::vector<std::string> noted_kernels(c10::DeviceType kind, const std::function<void()>& call);
 
 }  // namespace plumb::cuda

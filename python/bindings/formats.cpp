@@ -2,7 +2,7 @@
 #include <pybind11/functional.h>
 
 #include "module.h"
-#include "plumb/cuda/noted.h"
+#include "plumb/cuda/launch.h"
 #include "plumb/numerics/format.h"
 
 namespace plumb::python {
