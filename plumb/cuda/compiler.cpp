@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "plumb/core/error.h"
-#include "plumb/cuda/texts.h"
+#include "plumb/cuda/kernel_texts.h"
 
 namespace plumb::cuda {
 

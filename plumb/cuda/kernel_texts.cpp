@@ -2,7 +2,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
-#include "plumb/cuda/texts.h"
 #include "plumb/numerics/element.h"
 
 namespace plumb::cuda {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "plumb/numerics/kernels.h"
 
@@ -30,5 +31,14 @@ const char* type_name(kernel::Carrier carrier);
 
 // Returns a placeholder for the codes of kernels that write none.
 kernel::CodeSpec no_codes();
+
+struct Header {
+  const char* name;  // as #include has it
+  const char* text;
+};
+const std::vector<Header>& kernel_headers();
+
+// A kernel to compile: `text` includes headers of the above and defines one extern "C" function called `entry`.
+constexpr const char* kEntry = "entry";
 
 }  // namespace plumb::cuda

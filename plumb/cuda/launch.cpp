@@ -16,9 +16,9 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/cuda/driver.h"
+#include "plumb/cuda/kernel_texts.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/self_check.h"
-#include "plumb/cuda/texts.h"
 
 namespace plumb::cuda {
 namespace {

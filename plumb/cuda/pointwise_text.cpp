@@ -5,7 +5,6 @@
 #include <map>
 
 #include "plumb/cuda/kernel_texts.h"
-#include "plumb/cuda/texts.h"
 
 namespace plumb::cuda {
 namespace {
