@@ -1,6 +1,6 @@
 // The operator plumb::simulate_format(x, fwd, bwd, seed, dim): x in format fwd, its gradient in format bwd. "none"
 // leaves alone. dim: along which blocks share scales, in formats that have them. Matrix products of what it rounded
-// keep one-byte codes for their backward (saved_codes.h).
+// keep one-byte codes for their backward (remember_quantised).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +39,16 @@ at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::opti
 // Rounds a gradient that has no other owner in place.
 at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::optional<int64_t> seed, int64_t dim,
                              const Measuring& measuring = {});
+
+// --- saved tensors as codes ---
+//
+// Keeps what a matrix product saves for its backward pass as one-byte codes, where its inputs hold nothing but values
+// of a format of at most 8 bits: a quarter of the memory, and the backward pass sees the same bits.
+//
+// plumb::simulate_format remembers the codes of its results. A product that takes such a result is lent it, as in
+// recompute.h, which takes the memory away again and has it filled from the codes while the product's node runs. That
+// holds in a graph's run and in a CheapRecompute. Small tensors, tensors with NaN in a format without one (off
+// the CPU every tensor in such a format), what was written since, and what hooks of the user's hold is left alone.
 
 // Notes that `x`, fresh from a quantizer on this thread, holds values of `format` until its memory dies or is written.
 void remember_quantised(const at::Tensor& x, const FPFormat& format);

@@ -1,4 +1,5 @@
-// The kernels that there are: each is a template's instance, so that one compilation takes milliseconds. Their texts.
+// The kernels that there are: each is a template's instance, so that one compilation takes milliseconds. Their texts,
+// and those of the headers that they include, as strings of the library (room.cmake).
 #pragma once
 
 #include <string>

@@ -63,7 +63,8 @@ namespace ops {
 at::Tensor pointwise(at::TensorList inputs, std::string_view program);
 }  // namespace ops
 
-// Returns whether tensors like x have such kernels.
+// Returns whether tensors like x have kernels that run a program at once (plumb/cuda), for operators other than
+// plumb::pointwise.
 bool fuses_pointwise(const at::Tensor& x);
 
 // Returns the program's result, on the CPU in blocks that stay in cache (float32 and float64). Every step is rounded to

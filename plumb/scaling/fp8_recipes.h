@@ -21,7 +21,7 @@ enum class Fp8Recipe {
   Blocks128,   // one for 128 neighbors along it; of weights for 128 x 128
   Mx,          // one for 32 neighbors, 2^floor(log2(largest) - log2(the format's largest)) (OCP MX 1.0, 6.3)
   MxUp,        // the same, 2^ceil(log2(largest / the format's largest)): nothing overflows
-  Delayed,     // one for the whole, from the largest values of earlier casts: fp8_delayed.h, not cast_scaled()
+  Delayed,     // one for the whole, from the largest values of earlier casts: cast_delayed(), not cast_scaled()
 };
 // Parses "tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up", "delayed"; else Error(InvalidArgument).
 Fp8Recipe parse_fp8_recipe(std::string_view text);
@@ -36,6 +36,18 @@ struct ScaledCodes {
 // square blocks. The last block of a line may be shorter.
 ScaledCodes cast_scaled(const at::Tensor& matrix, const FPFormat& format, Fp8Recipe recipe, int64_t dim, bool weight);
 
+// Delayed scaling: the scale of a cast is known before its values are, from the largest values of earlier casts.
+//
+// A linear layer's state is a float32 tensor [3, 1 + length], rows for its input, its weight and the gradient of its
+// output: the scale of the next cast, then the largest magnitudes of the last `length` casts, the newest first. Values
+// are cast as code = round(value * scale). After a cast, as NVIDIA's Transformer Engine has it (recipe.DelayedScaling,
+// amax_compute_algo "max", margin 0):
+//
+//   amax  = max(largest magnitudes)
+//   scale = FP8_MAX / amax       the one before where amax is zero or not finite; float32's largest where it is
+//   infinite
+//
+// The first cast has scale 1.
 enum class DelayedRow { Input, Weight, Gradient };
 
 // Returns the state of a layer that has cast nothing. Throws Error(InvalidArgument) for length < 1.

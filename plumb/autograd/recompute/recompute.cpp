@@ -45,7 +45,7 @@ struct Loan {
 struct CheapRecompute::State {
   explicit State(bool check) : check(check), outer(std::exchange(current, this)) { keys.emplace(kRecomputeKey); }
   ~State() { current = outer; }
-  // While no CheapRecompute lives: knows of values of formats alone (saved_codes.h).
+  // While no CheapRecompute lives: knows of values of formats alone (simulate_format.h).
   static State& of_codes() {
     thread_local State state;
     return state;

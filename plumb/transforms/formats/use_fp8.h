@@ -33,7 +33,7 @@ struct UseFp8Options {
   // Scale factors for tensors, one of fp8_recipes(), instead of none: linear layers become plumb::fp8_scaled_linear,
   // everything else is left alone. To compare with; torchao's formats for gradients are e5m2 with "tensorwise", else
   // e4m3fn. The values of the casts are multiplied.
-  // "delayed": scales from the largest values of the last `history` casts (plumb/scaling/fp8_delayed.h). The buffer
+  // "delayed": scales from the largest values of the last `history` casts (plumb/scaling/fp8_recipes.h). The buffer
   // "NAME_fp8_state" beside a weight NAME has them; a graph made in evaluation mode reads it and leaves it as it is.
   std::string recipe = "";
   int64_t history = 1024;
