@@ -103,7 +103,7 @@ class Recipe {
   bool filled_ = false;
 };
 
-// Returns the recipe of memory that a quantizer filled on this thread, or null if its codes are gone (simulate_format.h).
+// Returns the recipe of memory that a quantizer filled on this thread, null if its codes are gone (simulate_format.h).
 std::shared_ptr<Recipe> recipe_of_codes(const c10::StorageImpl* storage);
 bool knows_codes();
 // Leaves the recipe, and its codes, to the nodes that keep it.
