@@ -15,7 +15,6 @@
 #include "plumb/training/recovery/audit.h"
 #include "plumb/training/recovery/lasting.h"
 #include "plumb/training/recovery/neighbor_copies.h"
-#include "plumb/training/recovery/other_machines.h"
 #include "plumb/training/recovery/run_checkpoints.h"
 #include "plumb/training/reports/step_hashes.h"
 #include "plumb/training/step/evaluate.h"

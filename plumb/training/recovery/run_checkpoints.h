@@ -1,6 +1,8 @@
 // A training's checkpoints: what goes into one, and going on from one at another layout.
 #pragma once
 
+#include <nlohmann/json.hpp>
+
 #include <memory>
 #include <optional>
 #include <set>
@@ -9,6 +11,7 @@
 
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
+#include "plumb/pipeline/transport/process_group.h"
 #include "plumb/training/job.h"
 #include "plumb/training/step/optimizer.h"
 
@@ -66,5 +69,14 @@ class RunCheckpoints {
   int64_t run_ = 0;
   bool begun_ = false;
 };
+
+// Returns "" if all ranks compute on one kind of machine, else a sentence that names the first rank on another one.
+// Every rank calls it. Throws Error(Communication) if a peer is lost.
+std::string other_machines(const ProcessGroup& world);
+
+// Returns a checkpoint's record of the machine and the threads that wrote it.
+nlohmann::json machine_state(int threads);
+// Returns "" if `state` says this machine and this number of threads, or says nothing; else a sentence.
+std::string machine_changed(const nlohmann::json& state, int threads);
 
 }  // namespace plumb
