@@ -1,7 +1,7 @@
 // Autocast regions become the casts that autocast would have made.
 #include <ATen/autocast_mode.h>
 
-#include "plumb/exported/infer_types.h"
+#include "plumb/exported/graph_writer.h"
 #include "plumb/exported/node_reader.h"
 
 namespace plumb::pt2 {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -12,6 +13,7 @@
 #include "plumb/exported/pt2_types.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/weights.h"
+#include "plumb/graph/graph.h"
 #include "plumb/graph/graph_module.h"
 
 namespace plumb::pt2 {
@@ -70,5 +72,9 @@ class GraphWriter {
   size_t fresh_symbols_ = 0;
   std::vector<ToStore> weights_, constants_;
 };
+
+// Returns one entry a flattened tensor result (nothing for an undefined one); empty if torch cannot be asked: an input
+// has no known type, an argument is a size known only when it runs, or the operator has no meta kernel.
+std::vector<std::optional<TensorMeta>> infer_types(const c10::OperatorHandle& op, const std::vector<Arg>& args);
 
 }  // namespace plumb::pt2
