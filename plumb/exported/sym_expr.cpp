@@ -4,8 +4,6 @@
 #include <cctype>
 #include <charconv>
 
-#include "plumb/exported/sym_math.h"
-
 namespace plumb {
 namespace {
 

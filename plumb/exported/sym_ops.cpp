@@ -12,7 +12,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/exported/sym_expr.h"
-#include "plumb/exported/sym_math.h"
 #include "plumb/operators/operator_facts.h"
 
 namespace plumb {

@@ -10,7 +10,6 @@
 
 #include "plumb/exported/programs_testing.h"
 #include "plumb/exported/sym_expr.h"
-#include "plumb/exported/sym_math.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
 #include "tests/message_of.h"
