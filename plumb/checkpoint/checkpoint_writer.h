@@ -100,6 +100,8 @@ class CheckpointWriter {
   std::string problem_;
 };
 
+// --- the lists that ranks write of their parts, and how parts become one checkpoint ---
+
 // Keeps a tensor of several names under the first; the others go to the part's ties.
 CheckpointPart without_copies_of_ties(const CheckpointPart& part);
 

@@ -49,6 +49,7 @@ class SymExpr {
 
 }  // namespace plumb
 
+// Python's integer arithmetic on 64 bits: nullopt if Python would fail or the result does not fit.
 namespace plumb::sym_math {
 
 inline std::optional<int64_t> add(int64_t a, int64_t b) {

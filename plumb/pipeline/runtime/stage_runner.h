@@ -135,7 +135,7 @@ class StageRunner {
   void check_results(const LocalStage& stage, Slot& slot, int m, bool hooked);
   void keep_for_backward(const LocalStage& stage, Slot& slot) const;
 
-  // --- run_backward.cpp ---
+  // --- backward ---
   // Leaves the inputs' gradients in the slot.
   void run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss = {});
   void check_input_grads(const LocalStage& stage, const Slot& slot, int m) const;
