@@ -1,5 +1,5 @@
-// What transforms share: steps of a rewrite, and facts about the operands of nodes: parameters seen through views, types,
-// gradients. Not for other rooms.
+// Shared by the transforms: steps of a rewrite, and facts about the operands of nodes: parameters seen through views,
+// types, gradients. Not for other rooms.
 #pragma once
 
 #include <optional>
