@@ -7,9 +7,9 @@ from ._passes import PassResult as PassResult
 from ._passes import join_vocabulary as join_vocabulary
 from ._passes import run_passes as run_passes
 from ._report import Report as Report
+from ._report import ScaleCauses as ScaleCauses
 from ._report import report as report
-from ._scale_causes import ScaleCauses as ScaleCauses
-from ._scale_causes import scale_causes as scale_causes
+from ._report import scale_causes as scale_causes
 from ._simulate_format import simulate_format as simulate_format
 from ._simulate_format import simulate_fp8 as simulate_fp8
 from ._simulate_format import use_fp8 as use_fp8
