@@ -2,7 +2,9 @@
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
+#include <ATen/ops/conj_physical.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/neg.h>
 
 #include <bit>
 #include <deque>
@@ -221,11 +223,11 @@ class Machine {
     const std::string& name = function->text;
     const auto& items = args->items;
     if ((name == "torch._utils _rebuild_tensor_v2" || name == "torch._utils _rebuild_tensor") && items.size() >= 4) {
-      tensor(*items[0], items, items[0]->dtype);
+      tensor(*items[0], items, items[0]->dtype, items.size() > 6 ? items[6] : nullptr);
     } else if (name == "torch._utils _rebuild_tensor_v3" && items.size() >= 7) {
       const auto dtype = dtype_of_global(items[6]->kind == Object::Global ? items[6]->text : "");
       if (!dtype) fail("unknown dtype '" + items[6]->text + "'");
-      tensor(*items[0], items, *dtype);
+      tensor(*items[0], items, *dtype, items.size() > 7 ? items[7] : nullptr);
     } else if (name == "torch._utils _rebuild_parameter" && items.size() >= 2 && items[0]->kind == Object::Plain &&
                items[0]->value.isTensor()) {
       push(with_gradients(items[0]->value.toTensor(), *items[1]));
@@ -238,7 +240,7 @@ class Machine {
     }
   }
 
-  void tensor(const Object& storage, const std::vector<Object*>& items, at::ScalarType dtype) {
+  void tensor(const Object& storage, const std::vector<Object*>& items, at::ScalarType dtype, const Object* bits) {
     if (storage.kind != Object::Storage) fail("a tensor without a storage");
     const int64_t offset = integer(*items[1]);
     const auto sizes = integers(*items[2]), strides = integers(*items[3]);
@@ -248,8 +250,28 @@ class Machine {
     if (!sound || !pt2::lies_inside(sizes, strides, offset, static_cast<int64_t>(at::elementSize(dtype)),
                                     storage.bytes.storage().nbytes()))
       fail("a tensor reaches outside of its storage");
-    const at::Tensor result = pt2::view_of_bytes(storage.bytes, dtype, offset, sizes, strides);
+    const at::Tensor bytes = bits == nullptr ? storage.bytes : with_bits(storage.bytes, dtype, *bits);
+    const at::Tensor result = pt2::view_of_bytes(bytes, dtype, offset, sizes, strides);
     push(items.size() > 4 ? with_gradients(result, *items[4]) : result);
+  }
+
+  // Returns the bytes of a storage as numbers of a view that torch reads through a dict of bits, {"conj": True, "neg":
+  // True}.
+  at::Tensor with_bits(const at::Tensor& bytes, at::ScalarType dtype, const Object& bits) const {
+    if (bits.kind == Object::Plain && bits.value.isNone()) return bytes;
+    if (bits.kind != Object::Dict) fail("a tensor whose bits are no dict");
+    const int64_t count = bytes.numel() / static_cast<int64_t>(at::elementSize(dtype));
+    at::Tensor numbers = pt2::view_of_bytes(bytes, dtype, 0, {count}, {1});
+    for (size_t i = 0; i + 1 < bits.items.size(); i += 2) {
+      const std::string& name = text(*bits.items[i]);
+      const Object& set = *bits.items[i + 1];
+      const bool is_neg = name == "neg" && at::isSignedType(dtype) && !at::isFloat8Type(dtype);
+      if (set.kind != Object::Plain || !set.value.isBool() || !(is_neg || (name == "conj" && at::isComplexType(dtype))))
+        fail("a tensor of " + std::string(at::toString(dtype)) + " with the property '" + name + "'",
+             "save tensor.clone()");
+      if (set.value.toBool()) numbers = is_neg ? at::neg(numbers) : at::conj_physical(numbers);
+    }
+    return numbers;
   }
 
   // Returns the tensor, which requires gradients if the flag is true.

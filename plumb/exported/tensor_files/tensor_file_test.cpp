@@ -88,6 +88,11 @@ numpy.save(f + "/fortran.npy", numpy.asfortranarray(numpy.ones((2, 3))))
 x = torch.arange(8.0)
 torch.save({"x": x, "view": x[2:4], "p": torch.nn.Parameter(x), 3: [1, None], "f8": x.to(torch.float8_e4m3fn)}, f + "/from_python.pt")
 torch.save(torch.nn.Linear(2, 2).state_dict(), f + "/state.pt")
+z = torch.complex(x, x + 1)
+views = {"neg": z.clone().conj().imag, "conj": z.conj(), "both": torch._neg_view(z.conj()), "wide": torch._neg_view(x[2:3]).expand(4)}
+assert all(v.is_neg() or v.is_conj() for v in views.values())
+torch.save(views, f + "/bits.pt")
+torch.save({name: v.resolve_conj().resolve_neg() for name, v in views.items()}, f + "/values.pt")
 class Mine: pass
 torch.save({"x": Mine()}, f + "/object.pt")
 )");
@@ -101,6 +106,9 @@ torch.save({"x": Mine()}, f + "/object.pt")
   EXPECT_TRUE(back.at("3").toListRef()[1].isNone());
   EXPECT_EQ(back.at("f8").toTensor().scalar_type(), at::kFloat8_e4m3fn);
   EXPECT_EQ(load_tensors(scratch("state.pt")).toGenericDict().size(), 2u);
+  const auto bits = load_tensors(scratch("bits.pt")).toGenericDict();
+  for (const auto& entry : load_tensors(scratch("values.pt")).toGenericDict())
+    EXPECT_TRUE(same(bits.at(entry.key()), entry.value())) << entry.key();
   EXPECT_THAT(error_of([] { load_tensors(scratch("object.pt")); }).what(), HasSubstr("Mine"));
   EXPECT_THAT(error_of([] { load_npy(scratch("fortran.npy")); }).what(), HasSubstr("Fortran"));
 }
