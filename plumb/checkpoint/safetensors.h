@@ -71,10 +71,10 @@ inline constexpr const char* kUnitScaledKey = "plumb.unit_scaled";
 // plain model is given such a state dict.
 inline constexpr const char* kUnitScaledMark = "these_weights_are_unit_scaled__plumb_transforms_fold_makes_them_plain";
 
-// Tensors of a folder: of the files that `STEM.safetensors.index.json` names (as `transformers` writes it), of
-// `STEM.safetensors`, or of the only file that ends in `.safetensors`. Or `path` is such a file itself. Files are
-// opened when they are first needed. Names of files in an index are plain names in the folder. One thread at a time.
-// Throws Error(BadFile), and Error(UnknownName) for a name that is not there.
+// Tensors of a folder: of `STEM.safetensors`, else of the files that `STEM.safetensors.index.json` names (the order of
+// `transformers`, which writes both), or of the only file that ends in `.safetensors`. Or `path` is such a file itself.
+// Files are opened when they are first needed. Names of files in an index are plain names in the folder. One thread at
+// a time. Throws Error(BadFile), and Error(UnknownName) for a name that is not there.
 class TensorFolder {
  public:
   explicit TensorFolder(const std::string& path, const std::string& stem = "model");

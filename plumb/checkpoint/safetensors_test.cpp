@@ -226,6 +226,12 @@ TEST_F(Safetensors, AFolderOfOneFileNeedsNoIndex) {
   EXPECT_THAT(error_of([&] { TensorFolder{path("none")}; }).what(), HasSubstr("none"));
 }
 
+TEST_F(Safetensors, AFolderWithBothIsReadAsTransformersReadsIt) {
+  write_safetensors(path("model.safetensors"), {{"new", at::ones({8})}});
+  spill(path("model.safetensors.index.json"), R"({"weight_map":{"old":"model-1.safetensors"}})");
+  EXPECT_THAT(TensorFolder(folder_.string()).names(), ElementsAre("new"));
+}
+
 TEST_F(Safetensors, AnIndexLeadsOutOfItsFolderNowhere) {
   for (const char* file :
        {"../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "x.bin", "", "a\\u0000.safetensors"}) {

@@ -56,11 +56,11 @@ TensorFolder::TensorFolder(const std::string& path, const std::string& stem) : f
   if (fs::is_regular_file(path, error)) {
     folder_ = fs::path(path).parent_path().string();
     single = fs::path(path).filename().string();
+  } else if (fs::exists(fs::path(path) / (stem + kTensorFileEnding), error)) {
+    single = stem + kTensorFileEnding;
   } else if (const fs::path index = fs::path(path) / (stem + ".safetensors.index.json"); fs::exists(index, error)) {
     files_ = read_weight_map(index.string());
     return;
-  } else if (fs::exists(fs::path(path) / (stem + kTensorFileEnding), error)) {
-    single = stem + kTensorFileEnding;
   } else {
     single = only_tensor_file(path, stem);
   }
