@@ -205,6 +205,7 @@ def test_attention_of_a_package_that_is_not_there_is_not_fetched_from_the_hub_in
         (dict(backbone="hf_hub:a/b", use_timm_backbone=True), "'backbone' names 'hf_hub:a/b'"),
         (dict(detector={"trust_remote_code": True}), "'detector.trust_remote_code' is true"),
         (dict(text_config={"quantization_config": {"quant_method": "gptq"}}), "quantized"),
+        (dict(transformers_weights="other.safetensors"), "'transformers_weights' names 'other.safetensors'"),
     ],
 )
 def test_a_config_that_names_what_lies_elsewhere_is_refused_by_the_name_of_the_key(config, says, tmp_path):

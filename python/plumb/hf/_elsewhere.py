@@ -43,6 +43,11 @@ def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, s
             f"'{place}' names '{value[:100]}', a kernel that lies elsewhere: it is not fetched",
             f"a config without '{place}'",
         )
+    if key == "transformers_weights" and value is not None:
+        return (
+            f"'{place}' names '{str(value)[:100]}': weights are read from model.safetensors or its shards alone",
+            f"the file under that name, and a config without '{place}'",
+        )
     if key == "quantization_config" and value is not None:
         return (
             "its weights are quantized, and cannot be trained as they are",
