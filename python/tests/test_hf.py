@@ -103,6 +103,20 @@ def test_another_dtype_is_the_written_folders_too(tmp_path):
     assert {t.dtype for t in stored(tmp_path / "out").values()} == {torch.float32}
 
 
+def test_what_a_class_keeps_in_float32_is_float32(tmp_path):
+    """T5's last products of each block overflow in float16."""
+    config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, use_cache=False)
+    folder_of(lambda: transformers.T5ForConditionalGeneration(config), tmp_path / "in", torch.float16)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "in", dtype="auto").eval()
+    for how in (dict(), dict(fresh=0)):
+        program = hf.import_folder(tmp_path / "in", batch=2, length=8, training=False, **how)
+        dtypes = {name: p.dtype for name, p in program.named_parameters()}
+        assert dtypes == {name: p.dtype for name, p in model.named_parameters()} and len(set(dtypes.values())) == 2
+    program = hf.load(tmp_path / "in", batch=2, length=8, training=False)
+    ids = dict(input_ids=IDS, decoder_input_ids=IDS)
+    assert torch.equal(program(**ids).logits, model(**ids).logits)
+
+
 def test_what_a_library_remembers_has_values_after_an_import(tmp_path):
     """BEiT of transformers 5 keeps its table of positions in an lru_cache."""
     config = transformers.BeitConfig(

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ContextManager
@@ -158,7 +159,21 @@ def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = No
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(seed)
         model = cls._from_config(config, dtype=dtype)
+    _keep_float32(model, dtype)
     return model.train(training)
+
+
+def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives those tensors float32 that from_pretrained keeps in it, as the model's class says, beside narrow weights."""
+    kept = [*(model._keep_in_fp32_modules or ())] if dtype == torch.float16 else []
+    kept += (model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else ()
+    if not kept:
+        return
+    is_four = transformers().__version__.startswith("4.")  # which takes names of whole modules, and 5 patterns
+    pattern = re.compile("|".join(rf"(^|\.){each}($|\.)" if is_four else each.replace("*", ".*") for each in kept))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def example_inputs(model: nn.Module, batch: int, length: int | None) -> dict[str, Tensor]:
