@@ -103,6 +103,19 @@ def test_another_dtype_is_the_written_folders_too(tmp_path):
     assert {t.dtype for t in stored(tmp_path / "out").values()} == {torch.float32}
 
 
+def test_a_config_without_a_dtype_means_the_stored_one(tmp_path):
+    model = folder_of(llama, tmp_path / "in", torch.bfloat16)
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}))
+    program = hf.load(tmp_path / "in", batch=2, length=8)
+    assert torch.equal(program(IDS).logits, model(IDS).logits)
+    hf.save(program, tmp_path / "out")
+    assert (tmp_path / "out/config.json").read_bytes() == (tmp_path / "in/config.json").read_bytes()
+    assert {t.dtype for t in stored(tmp_path / "out").values()} == {torch.bfloat16}
+    hf.save(hf.load(tmp_path / "in", batch=2, length=8, dtype="float32"), tmp_path / "wide")
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto").dtype == torch.float32
+
+
 def test_what_a_class_keeps_in_float32_is_float32(tmp_path):
     """T5's last products of each block overflow in float16."""
     config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, use_cache=False)

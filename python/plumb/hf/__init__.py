@@ -46,10 +46,12 @@ class Weights:
         module.take_state()
 
 
-def _dtype(config: Any, dtype: torch.dtype | str | None) -> torch.dtype:
+def _dtype(config: Any, dtype: torch.dtype | str | None, stored: list[tuple[str, torch.dtype, Any]]) -> torch.dtype:
+    """Returns the dtype that is asked for; "auto" is the config's, else that of the first stored floats, as for from_pretrained."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    stated = getattr(config, "dtype", None) or torch.float32  # (4.57 too: torch_dtype is its old name)
+    floats = (kind for _, kind, _ in stored if kind.is_floating_point and kind.itemsize > 1)
+    stated = getattr(config, "dtype", None) or next(floats, torch.float32)  # (4.57 too: torch_dtype is its old name)
     found = getattr(torch, str(stated).removeprefix("torch."), None) if dtype in ("auto", None) else getattr(torch, str(dtype), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise Error(f"'{dtype if dtype != 'auto' else stated}' is no dtype of weights", remedy="auto, float32, bfloat16 or float16")
@@ -75,7 +77,7 @@ def import_folder(
         folder: with ``config.json``, and ``model.safetensors`` or its shards and index. Without weights (a config alone)
             the program knows what they would be called.
         batch, length: of the token ids that it takes. Default: the config's longest, at most 2048.
-        dtype: of the weights; "auto": the config's.
+        dtype: of the weights; "auto": the config's, or that of the stored tensors where the config has none.
         training: the mode of dropout and the like.
         fresh: a seed: weights as the model's class makes them anew, which are part of the program.
         inputs: an example of other inputs, by the names of the forward's parameters. Values do not matter.
@@ -99,15 +101,15 @@ def _imported(
     if has_weights:
         _C.refuse_unit_scaled(os.fsencode(folder))
     config = _model.read_config(folder)
-    kind = _dtype(config, dtype)
+    stored = _C.stored_tensors(folder) if has_weights else []
+    kind = _dtype(config, dtype, stored)
     model = _model.build(config, kind, training)
     given = inputs or _model.example_inputs(model, batch, length)
-    stored = {n: torch.Size(s) for n, _, s in _C.stored_tensors(folder)} if has_weights else stored_by_default(model)
-    names = Names(model, stored)
+    names = Names(model, {n: torch.Size(s) for n, _, s in stored} if has_weights else stored_by_default(model))
     graph = _model.captured(model, given, names.has if has_weights else None)
     _model.make(graph, model, names.made)
     files = {name: _text(folder, name) for name in _C.kept_files() if os.path.isfile(os.path.join(folder, name))}
-    files["config.json"] = _with_dtype(files["config.json"], config, kind)
+    files["config.json"] = _with_dtype(files["config.json"], kind, _dtype(config, "auto", stored))
     program = _C.ExportedProgram()
     record = {"folder": os.path.abspath(folder), "files": files, **names.record()}
     program.pretrained = json.dumps(record, ensure_ascii=False)
@@ -142,9 +144,9 @@ def _text(folder: str, name: str) -> str:
         raise Error(f"{path}: cannot be read: {error}", kind=ErrorKind.BadFile) from error
 
 
-def _with_dtype(text: str, config: Any, dtype: torch.dtype) -> str:
+def _with_dtype(text: str, dtype: torch.dtype, before: torch.dtype) -> str:
     """Returns the config as it is, but for the dtype of the weights where they get another one."""
-    if _dtype(config, "auto") == dtype:
+    if before == dtype:
         return text
     known = json.loads(text)
     key = "torch_dtype" if "torch_dtype" in known else "dtype"
