@@ -23,8 +23,17 @@ std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>>> store
   return all;
 }
 
+bool same_stored(const std::string& path, const std::string& one, const std::string& other) {
+  const TensorFolder folder(path);
+  at::Tensor a = folder.read(one), b = folder.read(other);
+  if (a.scalar_type() != b.scalar_type()) a = a.to(at::kDouble), b = b.to(at::kDouble);
+  return at::equal(a, b);
+}
+
 Register pretrained_part([](py::module_& m) {
   m.def("stored_tensors", &stored_tensors, py::arg("path"));
+  m.def("same_stored", &same_stored, FreeGil(), "Returns whether two tensors of a folder have the same values.",
+        py::arg("path"), py::arg("one"), py::arg("other"));
   m.def("check_pretrained", [](const std::string& record) { Pretrained::parse(record); }, py::arg("record"));
   m.def(
       "load_weights",

@@ -130,6 +130,22 @@ def test_what_a_class_keeps_in_float32_is_float32(tmp_path):
     assert torch.equal(program(**ids).logits, model(**ids).logits)
 
 
+def test_two_different_tensors_of_one_tied_weight_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    folder_of(lambda: llama(tie_word_embeddings=True), tmp_path / "in")
+    tensors = stored(tmp_path / "in")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head in (embedding, embedding.half().float() + 1, embedding[:32].clone()):
+        save_file({**tensors, "lm_head.weight": head.clone()}, tmp_path / "in/model.safetensors", {"format": "pt"})
+        if head is embedding:
+            hf.load(tmp_path / "in", batch=2, length=8)
+            continue
+        with pytest.raises(plumb.Error, match="'model.embed_tokens.weight' and 'lm_head.weight' are one tensor, and they differ") as caught:
+            hf.load(tmp_path / "in", batch=2, length=8)
+        assert caught.value.kind is plumb.ErrorKind.TensorMismatch and '"tie_word_embeddings": false' in caught.value.remedy
+
+
 def test_what_a_library_remembers_has_values_after_an_import(tmp_path):
     """BEiT of transformers 5 keeps its table of positions in an lru_cache."""
     config = transformers.BeitConfig(

@@ -106,6 +106,8 @@ def _imported(
     model = _model.build(config, kind, training)
     given = inputs or _model.example_inputs(model, batch, length)
     names = Names(model, {n: torch.Size(s) for n, _, s in stored} if has_weights else stored_by_default(model))
+    if has_weights:
+        names.check_ties(folder)
     graph = _model.captured(model, given, names.has if has_weights else None)
     _model.make(graph, model, names.made)
     files = {name: _text(folder, name) for name in _C.kept_files() if os.path.isfile(os.path.join(folder, name))}

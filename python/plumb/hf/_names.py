@@ -55,6 +55,7 @@ class Names:
         self.conversions: list[dict] = []
         self.graphs: list[dict[str, str]] = []
         self.unexpected: list[str] = []
+        self.tied: list[tuple[str, str]] = []  # tensors of the folder that are one parameter
         self.made: list[str] = []  # parameters that no folder has: their class makes them, tables of positions say
         if hasattr(model, "_get_key_renaming_mapping"):
             self._as_in_4(list(stored))
@@ -145,7 +146,18 @@ class Names:
         for names in ties.values():
             known = [name for name in names if name in self.names]
             if len(names) > 1 and known:
+                self.tied += [(self.names[known[0]], self.names[other]) for other in known[1:]]
                 self.names.update(dict.fromkeys(names, self.names[known[0]]))
+
+    def check_ties(self, folder: str) -> None:
+        """Raises plumb.Error(TensorMismatch) if the folder has two different tensors for one tied parameter."""
+        for one, other in self.tied:
+            if not _C.same_stored(folder, one, other):
+                raise Error(
+                    f"{folder}: by its config.json '{one}' and '{other}' are one tensor, and they differ in the folder",
+                    kind=ErrorKind.TensorMismatch,
+                    remedy='"tie_word_embeddings": false in config.json if both are meant, else a folder without the one that is not',
+                )
 
     def _check(self, stored: dict[str, torch.Size]) -> None:
         ignored = [*(self.model._keys_to_ignore_on_save or ()), *(self.model._keys_to_ignore_on_load_missing or ())]
