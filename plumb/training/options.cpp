@@ -380,12 +380,20 @@ void take_plan(TrainOptions& options) {
 
 }  // namespace
 
+TrainOptions checked(TrainOptions options) {
+  for (const TrainField& field : train_fields()) {
+    const auto texts = field_texts(options, field);
+    if (!field.is_list() && !texts.empty()) set_field(options, field, texts);
+  }
+  if (!options.plan.empty()) take_plan(options);
+  return options;
+}
+
 TrainOptions read_options(const std::string& config, const FieldTexts& texts) {
   TrainOptions options;
   if (!config.empty()) read_toml(options, read_file(config), config);
   for (const auto& [name, texts_of] : texts) set_field(options, train_field(name), texts_of);
-  if (!options.plan.empty()) take_plan(options);
-  return options;
+  return checked(std::move(options));
 }
 
 std::string to_toml(const TrainOptions& options) {

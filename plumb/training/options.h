@@ -98,9 +98,11 @@ void set_field(TrainOptions& options, const TrainField& field, const std::vector
 // Returns its value as such texts; none for an optional one that is not set.
 std::vector<std::string> field_texts(const TrainOptions& options, const TrainField& field);
 
-// Texts of fields by their names, on top of those of a TOML file ("": none).
+// Returns options that a program has filled in. A plan sets stages, microbatches and replicas. Throws UsageError for
+// a value that set_field() refuses, and for a layout beside the plan's.
+TrainOptions checked(TrainOptions options);
+// Texts of fields by their names, on top of those of a TOML file ("": none). Throws what checked() throws.
 using FieldTexts = std::map<std::string, std::vector<std::string>>;
-// A --plan sets stages, microbatches and replicas. Throws UsageError if they are given and others.
 TrainOptions read_options(const std::string& config, const FieldTexts& texts);
 
 // Every option, a line each, as a TOML document that read_toml() takes: "# weight-decay: not set" for what is not.

@@ -313,6 +313,22 @@ TEST_F(TrainingOptions, SayWhereATomlFileIsWrong) {
   EXPECT_THAT(says(std::string("steps = \"\x00\"", 12)), HasSubstr("run.toml:1: "));
 }
 
+TEST_F(TrainingOptions, OfAProgramAreCheckedAsThoseOfACommand) {
+  const auto wrong = [&](auto TrainOptions::*member, auto value, const std::string& says) {
+    TrainOptions o = options;
+    o.*member = value;
+    refuses(o, says);
+    EXPECT_THAT(message_of([&] { check_training(o); }), HasSubstr(says));
+  };
+  wrong(&TrainOptions::optimizer, "Adam", "--optimizer: 'Adam' is not known");
+  wrong(&TrainOptions::rate, "Cosine", "--rate: 'Cosine' is not known");
+  wrong(&TrainOptions::token_type, "i64", "--token-type: 'i64' is not known");
+  wrong(&TrainOptions::lr, NAN, "--lr: nan");
+  wrong(&TrainOptions::clip, -1, "--clip: -1");
+  wrong(&TrainOptions::weight_decay, NAN, "--weight-decay: nan");
+  wrong(&TrainOptions::accumulate, 0, "--accumulate: 0");
+}
+
 TEST_F(TrainingOptions, RatesAreTheFormulasOfTheHeader) {
   TrainOptions o;
   o.steps = 100;

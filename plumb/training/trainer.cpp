@@ -102,7 +102,7 @@ class Trainer::Run {
 };
 
 Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session)
-    : o_(without_outputs(std::move(options))),
+    : o_(without_outputs(checked(std::move(options)))),
       hooks_(std::move(hooks)),
       session_(session),
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
@@ -352,7 +352,7 @@ TrainResult Trainer::run() { return run_->run(); }
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks) { return Trainer(options, hooks).run(); }
 
 void check_training(const TrainOptions& options, const TrainHooks& hooks) {
-  TrainJob job = prepare_job(without_outputs(options), {}, hooks);
+  TrainJob job = prepare_job(without_outputs(checked(options)), {}, hooks);
   job.batches->next();
 }
 

@@ -76,7 +76,7 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
 }
 
 TrainResult train_lasting(const TrainOptions& given, const TrainHooks& hooks, Membership members) {
-  const TrainOptions o = without_outputs(given);
+  const TrainOptions o = without_outputs(checked(given));
   TrainSession session{.members = std::move(members), .place = {}, .copies = StateCopies(), .job = nullptr};
   TrainOptions now = o;
   session.job = std::make_shared<TrainJob>(prepare_job(now, {}, hooks));
