@@ -329,6 +329,14 @@ TEST_F(TrainingOptions, OfAProgramAreCheckedAsThoseOfACommand) {
   wrong(&TrainOptions::accumulate, 0, "--accumulate: 0");
 }
 
+TEST_F(TrainingOptions, ATrainerRunsOnce) {
+  TrainParts parts;
+  parts.module = lm();
+  Trainer trainer(options, {.event = [](const TrainEvent&) {}}, std::move(parts));
+  EXPECT_EQ(trainer.run().steps, 6);
+  EXPECT_THAT(message_of([&] { trainer.run(); }), HasSubstr("this training has run"));
+}
+
 TEST_F(TrainingOptions, RatesAreTheFormulasOfTheHeader) {
   TrainOptions o;
   o.steps = 100;

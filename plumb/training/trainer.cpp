@@ -347,7 +347,11 @@ Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainParts parts)
 Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainSession& session)
     : run_(std::make_unique<Run>(std::move(options), std::move(hooks), TrainParts(), &session)) {}
 Trainer::~Trainer() = default;
-TrainResult Trainer::run() { return run_->run(); }
+TrainResult Trainer::run() {
+  const std::unique_ptr<Run> once = std::move(run_);
+  if (!once) throw Error(ErrorKind::InvalidState, "this training has run", "", "make another Trainer");
+  return once->run();
+}
 
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks) { return Trainer(options, hooks).run(); }
 

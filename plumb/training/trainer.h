@@ -34,8 +34,8 @@ class Trainer {
   ~Trainer();
   Trainer(const Trainer&) = delete;
 
-  // Trains, evaluates and writes what the options ask for. Throws Error(Numerics) at a loss or gradients that are no
-  // numbers, before the step changes a weight.
+  // Trains, evaluates and writes what the options ask for, once. Throws Error(Numerics) at a loss or gradients that are
+  // no numbers, before the step changes a weight, and Error(InvalidState) the second time.
   TrainResult run();
 
  private:
