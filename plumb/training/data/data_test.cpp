@@ -211,6 +211,26 @@ TEST_F(TrainingData, LossesCountByTheTargetsThatCount) {
   EXPECT_TRUE(at::allclose(by_parts, at_once, 1e-5, 1e-7));
 }
 
+TEST_F(TrainingData, RefusesABatchWithOtherTargetsThanTheLossTakes) {
+  const at::Tensor x = at::randn({4, 3}), classes = at::zeros({4}, at::kLong), mask = at::ones({4}, at::kLong);
+  const auto says = [&](const std::string& loss, const Batch& batch) {
+    TrainOptions o = options;
+    o.loss = loss;
+    return message_of([&] { cut_batch(o, batch, 2); });
+  };
+  EXPECT_THAT(says("cross_entropy", {{x}, {classes, mask}}), HasSubstr("2 tensors of targets, --loss cross_entropy"));
+  EXPECT_THAT(says("cross_entropy", {{x}, {}}), HasSubstr("has 0 tensors of targets"));
+  EXPECT_THAT(says("output", {{x}, {classes}}), HasSubstr("--loss output takes none"));
+  EXPECT_THAT(says("mse", {{x}, {x, at::ones_like(x), x}}), HasSubstr("has 3 tensors of targets"));
+  EXPECT_THAT(says("mse", {{x}, {x, at::full_like(x, 0.5)}}), HasSubstr("0 and 1, or false and true"));
+  EXPECT_THAT(says("mse", {{x}, {x, at::ones({4, 1})}}), HasSubstr("mask is f32[4, 1], its targets are f32[4, 3]"));
+  EXPECT_THAT(says("mse", {{}, {x}}), HasSubstr("has no inputs"));
+  EXPECT_THAT(says("mse", {{at::ones({})}, {x}}), HasSubstr("has f32[] as its first input"));
+  EXPECT_THAT(says("mse", {{x}, {x, at::Tensor()}}), HasSubstr("has an undefined tensor"));
+  EXPECT_EQ(says("mse", {{x}, {x, x > 0}}), "no error");
+  EXPECT_EQ(says("output", {{x}, {}}), "no error");
+}
+
 TEST_F(TrainingData, AStepWithoutATargetThatCountsIsAnError) {
   options.ignore_index = 5;
   std::ofstream(folder / "fives.bin") << std::string(100, '\x05');

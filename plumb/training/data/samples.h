@@ -10,8 +10,9 @@
 
 namespace plumb {
 
+// Targets: none with --loss output; with mse a second tensor, of 0 and 1, may say which of them count.
 struct Batch {
-  std::vector<at::Tensor> inputs, targets;  // targets: none with --loss output; a second one weighs each (mse's mask)
+  std::vector<at::Tensor> inputs, targets;
 };
 
 // Rows that can be read in any order. One thread at a time calls it.

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "plumb/partition/split.h"
@@ -103,7 +104,40 @@ int64_t Parts::tokens() const {
   return sum;
 }
 
+namespace {
+
+// A program's own batches may be anything.
+void check_batch(const TrainOptions& o, const Batch& batch) {
+  std::string wrong;
+  for (const auto* list : {&batch.inputs, &batch.targets})
+    if (!std::ranges::all_of(*list, &at::Tensor::defined)) wrong = "an undefined tensor";
+  if (batch.inputs.empty()) wrong = "no inputs";
+  if (wrong.empty() && batch.inputs[0].dim() == 0) wrong = type_text(batch.inputs[0]) + " as its first input";
+  if (!wrong.empty())
+    throw Error(ErrorKind::StructureMismatch, "a batch has " + wrong, "", "tensors with a row a sample");
+  const size_t found = batch.targets.size();
+  const auto [most, takes, remedy] =
+      o.loss == "output" ? std::tuple(size_t{0}, "none", "give the model all tensors of a batch as its inputs")
+      : o.loss == "mse"
+          ? std::tuple(size_t{2}, "one, or one and a mask", "(inputs, targets) or (inputs, (targets, mask))")
+          : std::tuple(size_t{1}, "one", "(inputs, targets); --ignore-index is the target that does not count");
+  if (found > most || (found == 0 && most > 0)) {
+    throw Error(ErrorKind::StructureMismatch,
+                c10::str("a batch has ", found, " tensors of targets, --loss ", o.loss, " takes ", takes), "", remedy);
+  }
+  if (found < 2) return;
+  const at::Tensor &targets = batch.targets[0], &mask = batch.targets[1];
+  if (mask.sizes() != targets.sizes() || mask.ne(0).logical_and(mask.ne(1)).any().item<bool>()) {
+    throw Error(ErrorKind::TensorMismatch,
+                "a batch's mask is " + type_text(mask) + ", its targets are " + type_text(targets), "",
+                "0 and 1, or false and true, of the targets' shape");
+  }
+}
+
+}  // namespace
+
 Parts cut_batch(const TrainOptions& o, const Batch& batch, int64_t parts) {
+  check_batch(o, batch);
   Parts cut;
   const auto num = static_cast<int>(parts);
   cut.inputs = split_batch(batch.inputs, {}, num).inputs;
