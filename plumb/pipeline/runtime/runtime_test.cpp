@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/models_testing.h"
 #include "plumb/pipeline/processes_testing.h"
 #include "plumb/schedule/generators.h"
@@ -172,8 +173,13 @@ TEST(Pipeline, SaysWhatIsWrongWithABatch) {
               testing::HasSubstr("rank 0 was given 2 inputs, and the model takes 1"));
   EXPECT_THAT(message_of([&] { pipeline.eval({inputs[0], inputs[0]}); }), testing::HasSubstr("given 2 inputs"));
   EXPECT_THAT(message_of([&] { pipeline.step_microbatches({}, {}, {4, -4, 4, 4}); }), testing::HasSubstr("negative"));
-  EXPECT_THAT(message_of([&] { pipeline.step_microbatches({}, {}, {}, -1); }), testing::HasSubstr("negative"));
+  for (const int64_t of_all : {-1, 15}) {
+    EXPECT_THAT(message_of([&] { pipeline.step_microbatches({}, {}, {4, 4, 4, 4}, of_all); }),
+                testing::HasSubstr(str("together have ", of_all, " rows, this one alone 16")));
+  }
   EXPECT_EQ(pipeline.step(inputs, targets).losses.size(), 4u);  // none of it left a trace
+  EXPECT_THROW(pipeline.step(inputs, {}), Error);
+  EXPECT_FALSE(pipeline.gather_loss().defined());
 }
 
 TEST(Pipeline, GivesGradientsOfInputsThatAskForThem) {

@@ -262,6 +262,7 @@ void StepRunner::begin(bool train, StepBatch batch, int64_t rows_of_all) {
       batch.weights[m] = of > 0 ? static_cast<double>(batch.rows[m]) * microbatches / of : 0;
   }
   runner_.training = train;
+  loss_ = at::Tensor();
   batch.outputs.resize(num);
   batch.losses.resize(num);
   runner_.batch = std::move(batch);
@@ -330,8 +331,13 @@ void StepRunner::finish_gradients(StepResult& done) {
 StepResult StepRunner::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt, std::vector<int64_t> rows,
                            bool train, int64_t rows_of_all) {
   check_batch(in, tgt, rows);
-  if (rows_of_all < 0) throw Error(ErrorKind::InvalidArgument, "all replicas together have a negative number of rows");
   if (rows.empty()) rows.assign(setup_.schedule.num_microbatches, 1);
+  const int64_t own_rows = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  if (rows_of_all < 0 || (rows_of_all > 0 && rows_of_all < own_rows)) {
+    throw Error(ErrorKind::InvalidArgument,
+                str("all replicas together have ", rows_of_all, " rows, this one alone ", own_rows), "",
+                "give the sum over all replicas, or 0");
+  }
   const RunPlan& plan = train ? train_plan_ : eval_plan_;
   const KeepWeightCodes cast_once;
   std::vector<std::pair<at::Generator, at::Tensor>> generator_states;
