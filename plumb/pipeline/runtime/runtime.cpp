@@ -40,6 +40,12 @@ Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
+StepRunner& Pipeline::runner() const {
+  if (!runner_)
+    throw Error(ErrorKind::InvalidState, "this pipeline was moved into another one", "", "use the one it was moved to");
+  return *runner_;
+}
+
 namespace {
 
 bool any_defined(const Tensors& tensors) {
@@ -59,28 +65,28 @@ StepResult run_batch(StepRunner& runner, const Tensors& inputs, const Tensors& t
 }  // namespace
 
 StepResult Pipeline::step(const Tensors& inputs, const Tensors& targets) {
-  return run_batch(*runner_, inputs, targets, true);
+  return run_batch(runner(), inputs, targets, true);
 }
 
 StepResult Pipeline::eval(const Tensors& inputs, const Tensors& targets) {
-  return run_batch(*runner_, inputs, targets, false);
+  return run_batch(runner(), inputs, targets, false);
 }
 
 StepResult Pipeline::step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
                                        const std::vector<int64_t>& rows, int64_t rows_of_all) {
-  return runner_->run(inputs, targets, rows, true, rows_of_all);
+  return runner().run(inputs, targets, rows, true, rows_of_all);
 }
 
 StepResult Pipeline::eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
                                        const std::vector<int64_t>& rows) {
-  return runner_->run(inputs, targets, rows, false);
+  return runner().run(inputs, targets, rows, false);
 }
 
-std::vector<TimelineEvent> Pipeline::gather_timeline() { return runner_->gather_timeline(); }
-at::Tensor Pipeline::gather_loss() { return runner_->gather_loss(); }
+std::vector<TimelineEvent> Pipeline::gather_timeline() { return runner().gather_timeline(); }
+at::Tensor Pipeline::gather_loss() { return runner().gather_loss(); }
 
 const RecomputeReport& Pipeline::recomputed(int stage) const {
-  const auto& stages = runner_->stages().stages;
+  const auto& stages = runner().stages().stages;
   const auto it = stages.find(stage);
   if (it == stages.end()) {
     throw Error(ErrorKind::InvalidArgument, str("rank ", rank(), " has no stage ", stage));
@@ -88,17 +94,17 @@ const RecomputeReport& Pipeline::recomputed(int stage) const {
   return it->second.recomputed;
 }
 
-const Schedule& Pipeline::schedule() const { return runner_->stages().setup.schedule; }
-int Pipeline::rank() const { return runner_->stages().setup.rank; }
+const Schedule& Pipeline::schedule() const { return runner().stages().setup.schedule; }
+int Pipeline::rank() const { return runner().stages().setup.rank; }
 void Pipeline::set_step(std::int64_t number, std::vector<std::int64_t> rows) {
   const auto wanted = static_cast<size_t>(schedule().num_microbatches) + 1;
   if (!rows.empty() && (rows.size() != wanted || !std::ranges::is_sorted(rows))) {
     throw Error(ErrorKind::InvalidArgument, str("set_step() takes where each of ", wanted - 1,
                                                 " microbatches begins, in order, and where the last one ends"));
   }
-  runner_->stages().step_number = number;
-  runner_->stages().first_rows = std::move(rows);
+  runner().stages().step_number = number;
+  runner().stages().first_rows = std::move(rows);
 }
-StepDriver Pipeline::driver() { return StepDriver(runner_->stages()); }
+StepDriver Pipeline::driver() { return StepDriver(runner().stages()); }
 
 }  // namespace plumb

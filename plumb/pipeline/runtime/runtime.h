@@ -146,6 +146,8 @@ class Pipeline {
   StepDriver driver();
 
  private:
+  // Throws Error(InvalidState) for a pipeline that was moved from.
+  StepRunner& runner() const;
   std::unique_ptr<StepRunner> runner_;
 };
 

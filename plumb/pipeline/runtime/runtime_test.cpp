@@ -182,6 +182,18 @@ TEST(Pipeline, SaysWhatIsWrongWithABatch) {
   EXPECT_FALSE(pipeline.gather_loss().defined());
 }
 
+TEST(Pipeline, ThatWasMovedFromSaysSo) {
+  auto model = test_model("mlp", 2);
+  PipelineOptions options;
+  options.loss = model.loss;
+  auto pipeline = one_process(model, options);
+  auto other = std::move(pipeline);
+  auto [inputs, targets] = model.batch(0);
+  EXPECT_EQ(other.step(inputs, targets).losses.size(), 4u);
+  EXPECT_THAT(message_of([&] { pipeline.step(inputs, targets); }),  // NOLINT(bugprone-use-after-move)
+              testing::HasSubstr("was moved into another one"));
+}
+
 TEST(Pipeline, GivesGradientsOfInputsThatAskForThem) {
   for (const char* name : {"LoopedBFS", "InterleavedZeroBubble"}) {
     auto model = test_model("skip", 2);
