@@ -310,6 +310,8 @@ size_t Recorder::step(const Scalars& scalars) {
     find_rows(step, events);
     for (Part& part : parts_) part.tracker->clear();
   }
+  hashes.hashes.insert(hashes.hashes.end(), added_.begin(), added_.end());
+  added_.clear();
   ++step_;
   all_ = false;
   for (const HistoryEvent& event : events) {
@@ -321,8 +323,6 @@ size_t Recorder::step(const Scalars& scalars) {
   // Last, as it may fail: the recorder then goes on with the next step.
   if (!scalars.empty()) writer_.scalars({step.step, scalars});
   if (!step.rows.empty()) writer_.step(step);
-  hashes.hashes.insert(hashes.hashes.end(), added_.begin(), added_.end());
-  added_.clear();
   if (!hashes.hashes.empty()) writer_.hashes(hashes);
   for (const HistoryEvent& event : events) writer_.event(event);
   const size_t rows = step.rows.size();
