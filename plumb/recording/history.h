@@ -126,7 +126,8 @@ History merge_histories(std::vector<History> ranks);
 class HistoryWriter {
  public:
   // Makes a new file. With `append`, reads an existing one, cuts off a torn last record, and goes on. Throws
-  // Error(CannotWrite) for a file that holds anything already (without `append`), that cannot be written, or that
+  // Error(CannotWrite) for a file that holds anything already, or a rank's beside a file of all ranks' name, which
+  // read_history() would read in its place (both without `append`). So it does for one that cannot be written, or that
   // another writer has open, and Error(BadFile) for one to be appended to that is no history. `after`: later steps of
   // an existing file are cut off, for they are computed again.
   HistoryWriter(const std::filesystem::path& path, bool append, std::optional<int64_t> after = {});

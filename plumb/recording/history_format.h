@@ -3,6 +3,8 @@
 
 #include <bit>
 #include <cstdint>
+#include <filesystem>
+#include <optional>
 #include <string_view>
 
 #include "plumb/transforms/track/tracker.h"
@@ -59,6 +61,9 @@ inline constexpr int64_t Metrics::Data::*kCounts[] = {&Metrics::Data::numel, &Me
 inline constexpr int kBinShift = 56;
 
 uint32_t checksum(const Head& head, std::string_view payload);
+
+// Returns the path that read_history() reads this file of a rank by, PATH of PATH.rank3; nullopt for other names.
+std::optional<std::filesystem::path> path_of_all_ranks(const std::filesystem::path& path);
 
 // Returns the part of bytes that parse_history() takes before the first record of a step beyond `last`.
 std::string_view until_step(std::string_view bytes, int64_t last);

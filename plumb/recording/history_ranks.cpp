@@ -25,6 +25,15 @@ fs::path file_of_rank(const fs::path& path, size_t rank) {
   return fs::path(path).concat(".rank" + std::to_string(rank));
 }
 
+// Returns N of a file's name START.rankN.
+std::optional<size_t> rank_of(std::string_view name, std::string_view start) {
+  if (!name.starts_with(start)) return std::nullopt;
+  const std::string digits(name.substr(start.size()));
+  if (digits.empty() || digits.size() > 6 || digits.find_first_not_of("0123456789") != std::string::npos) return {};
+  if (digits.size() > 1 && digits[0] == '0') return std::nullopt;
+  return std::stoul(digits);
+}
+
 // Returns the number of files: one more than the highest rank. 0: none.
 size_t ranks_of(const fs::path& path) {
   const std::string start = path.filename().string() + ".rank";
@@ -32,12 +41,7 @@ size_t ranks_of(const fs::path& path) {
   std::error_code error;
   const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
   for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-    const std::string name = at->path().filename().string();
-    if (!name.starts_with(start)) continue;
-    const std::string digits = name.substr(start.size());
-    if (digits.empty() || digits.size() > 6 || digits.find_first_not_of("0123456789") != std::string::npos) continue;
-    if (digits.size() > 1 && digits[0] == '0') continue;
-    count = std::max(count, static_cast<size_t>(std::stoul(digits)) + 1);
+    if (const auto rank = rank_of(at->path().filename().string(), start)) count = std::max(count, *rank + 1);
   }
   return count;
 }
@@ -131,6 +135,13 @@ void join_events(std::vector<History>& ranks, const Numbers& numbers, History& o
 }
 
 }  // namespace
+
+std::optional<fs::path> history_format::path_of_all_ranks(const fs::path& path) {
+  const std::string name = path.filename().string();
+  const size_t end = name.rfind(".rank");
+  if (end == name.npos || end == 0 || !rank_of(name, name.substr(0, end) + ".rank")) return std::nullopt;
+  return fs::path(path).replace_filename(name.substr(0, end));
+}
 
 std::string HistoryTensor::part() const {
   std::string out;

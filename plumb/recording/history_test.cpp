@@ -186,6 +186,14 @@ TEST_F(Recording, TheFilesOfARunsRanksAreOneHistory) {
   EXPECT_EQ(history.last_step(), 3);
 }
 
+TEST_F(Recording, ARankWritesNoFileThatAnotherOneHides) {
+  small_history(file());
+  EXPECT_THAT(message_of([&] { write_rank(file(), 1, {0}, 1, 1); }),
+              AllOf(HasSubstr("run.history.rank1\" would not be read"), HasSubstr("run.history\"")));
+  EXPECT_FALSE(fs::exists(file("run.history.rank1")));
+  HistoryWriter(file("run.history.rank01"), false);  // no file of a rank
+}
+
 TEST_F(Recording, AFileOfJustThatNameIsReadAloneAndAMissingRankIsNamed) {
   write_rank(file(), 0, {0}, 1, 1);
   write_rank(file(), 2, {2}, 1, 1);

@@ -61,6 +61,11 @@ bool holds_nothing(const std::filesystem::path& path) {
 HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append, std::optional<int64_t> after)
     : path_(path) {
   std::error_code error;
+  if (const auto all = format::path_of_all_ranks(path); all && !append && std::filesystem::exists(*all, error)) {
+    throw Error(ErrorKind::CannotWrite,
+                "the history \"" + path.string() + "\" would not be read: there is a file \"" + all->string() + "\"",
+                "", "name another file, or move that one away");
+  }
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (file_ < 0) refuse(path, std::strerror(errno), errno);
