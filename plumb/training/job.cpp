@@ -151,11 +151,12 @@ namespace {
 std::string files_to_go_on_with(const std::string& path, int64_t count, int rank, int64_t after) {
   const auto of_rank = [&](int64_t r) { return c10::str(path, ".rank", r); };
   const bool whole = std::filesystem::exists(path), parted = std::filesystem::exists(of_rank(0));
+  if (whole && count == 1) return path;  // files of ranks beside it are another run's
   if (rank == 0) {
-    if (whole && !parted && count > 1) std::filesystem::rename(path, of_rank(0));
+    if (whole && !parted) std::filesystem::rename(path, of_rank(0));
     for (int64_t r = count; std::filesystem::exists(of_rank(r)); ++r) HistoryWriter(of_rank(r), true, after);
   }
-  return count > 1 || (parted && !whole) ? of_rank(rank) : path;
+  return count > 1 || parted ? of_rank(rank) : path;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "plumb/core/input_file.h"
 #include "plumb/recording/history.h"
+#include "plumb/training/job.h"
 #include "plumb/training/training_testing.h"
 
 namespace plumb {
@@ -74,6 +75,17 @@ TEST_F(TrainingLog, AFullDiskEndsHistoryAndHashesAndNotTheTraining) {
   EXPECT_THAT(problems, AllOf(HasSubstr("--hashes ends here: cannot write the history"), HasSubstr("run.hashes")));
   EXPECT_THAT(problems, HasSubstr("--history ends here: cannot write the history"));
   EXPECT_EQ(read_history(o.hashes).last_step(), 2);
+}
+
+TEST_F(TrainingLog, ARunThatGoesOnLeavesTheHistoriesOfAnotherRunsRanks) {
+  TrainOptions o = options;
+  o.hashes = path("run.hashes");
+  for (const char* name : {"run.hashes.rank0", "run.hashes.rank1", "run.hashes"}) {
+    HistoryWriter writer(path(name), false);
+    for (int64_t step = 1; step <= 3; ++step) writer.scalars({step, {{"loss", 1}}});
+  }
+  EXPECT_EQ(hashes_file(o, 0, 1), o.hashes);
+  EXPECT_EQ(read_history(path("run.hashes.rank1")).last_step(), 3);
 }
 
 TEST_F(TrainingLog, TableAndPageGoOnWithTheRun) {
