@@ -38,8 +38,14 @@ int neighbour(ActionKind kind, int stage) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
+// Returns the beginning of a text in quotes: a file that is no table may have cells of any length.
+std::string quoted(std::string_view text) {
+  constexpr std::size_t kMost = 60;
+  return "'" + std::string(text.substr(0, kMost)) + (text.size() > kMost ? "...'" : "'");
+}
+
 [[noreturn]] void fail(std::string_view text, const std::string& why) {
-  throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is not an action: " + why, "",
+  throw Error(ErrorKind::InvalidArgument, quoted(text) + " is not an action: " + why, "",
               "write stage, kind, microbatch, for example 2F0, 1SEND_F3 or (0F5;7B2)OVERLAP_F_B");
 }
 
@@ -57,7 +63,7 @@ ActionKind kind_named(std::string_view text, std::string_view name) {
   for (const auto& [kind, known] : kNames) {
     if (known == name) return kind;
   }
-  fail(text, name.empty() ? "the kind is missing" : "'" + std::string(name) + "' is no kind of action");
+  fail(text, name.empty() ? "the kind is missing" : quoted(name) + " is no kind of action");
 }
 
 std::string_view trim(std::string_view text) {
@@ -135,7 +141,7 @@ Action parse_action(std::string_view whole) {
     }
     if (action.other_stage < 0) fail(text, "stage 0 has no stage before it");
   }
-  if (!rest.empty()) fail(text, "'" + std::string(rest) + "' does not belong there");
+  if (!rest.empty()) fail(text, quoted(rest) + " does not belong there");
   return action;
 }
 

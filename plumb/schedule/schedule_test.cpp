@@ -56,6 +56,8 @@ TEST(Action, RefusesEverythingElseAndSaysWhy) {
   EXPECT_THAT(message_of([] { parse_action("(0F5;7B2"); }), HasSubstr("not closed"));
   EXPECT_THAT(message_of([] { parse_action("(7B2;0F5)OVERLAP_F_B"); }), HasSubstr("a forward, then a backward"));
   EXPECT_THAT(message_of([] { parse_action("((0F1;1B1);7B2)OVERLAP_F_B"); }), HasSubstr("is not an action"));
+  EXPECT_LT(message_of([] { parse_action(std::string(100000, 'x')); }).size(), 300u);
+  EXPECT_LT(message_of([] { parse_action("1" + std::string(100000, 'x')); }).size(), 300u);
   EXPECT_THAT(message_of([] { parse_action("0OVERLAP_F_B1"); }), HasSubstr("in a bracket"));
 }
 
