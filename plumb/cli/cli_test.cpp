@@ -493,6 +493,10 @@ TEST_F(Command, RecordsATrainingAndShowsItsHistory) {
   EXPECT_EQ(bad.code, 1);
   EXPECT_NE(bad.err.find("bad.toml:2: \"evry\""), std::string::npos) << bad.err;
   EXPECT_EQ(plumb("track --history tokens.bin").code, 1);
+  std::ofstream(folder() / "empty.history");
+  const Ended empty = plumb("track --history empty.history");
+  EXPECT_EQ(empty.code, 1);
+  EXPECT_NE(empty.err.find("\"empty.history\" has no recorded step"), std::string::npos) << empty.err;
 }
 
 }  // namespace

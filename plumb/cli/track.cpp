@@ -120,6 +120,7 @@ void show_history(const HistoryOptions& o) {
   if (!o.svg.empty()) write_text(to_svg(scale_chart(view, o.step)), o.svg);
   if ((!o.html.empty() || !o.svg.empty()) && !o.json && o.out.empty()) return;
   const Table table = format_table(view, o.step);
+  if (table.rows.empty()) std::cerr << "plumb: " << conclusion(view, o.step) << "\n";
   write_text(
       o.json ? json_of(table).dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n" : to_text(table),
       o.out);
