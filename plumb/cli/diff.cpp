@@ -63,7 +63,8 @@ void run_diff(const DiffArguments& o) {
   const bool files = is_pt2(o.a) && is_pt2(o.b);
   std::error_code failed;
   const bool folders = std::filesystem::is_directory(o.a, failed) && std::filesystem::is_directory(o.b, failed);
-  if (is_pt2(o.a) != is_pt2(o.b))
+  const bool folder = std::filesystem::is_directory(o.a, failed) || std::filesystem::is_directory(o.b, failed);
+  if (is_pt2(o.a) != is_pt2(o.b) || folder != folders)
     throw UsageError(o.a + " and " + o.b + ": are of two kinds", "two histories, two checkpoints or two .pt2 files");
   if (!files && !o.inputs.empty())
     throw UsageError("--input: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");

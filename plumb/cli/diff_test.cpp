@@ -113,6 +113,8 @@ for name, model, args in [("cache", Cache(), (x, torch.zeros(4, 4))), ("complex"
 
 TEST_F(Diffs, RefusesWhatCannotBeCompared) {
   wrong("diff lm.pt2 h_none", "are of two kinds");
+  wrong("diff . lm.pt2", "are of two kinds");
+  wrong("diff h_none .", "are of two kinds");
   wrong("diff h_none h_none --tolerance nan", "--tolerance");
   wrong("diff h_none h_none --tolerance 0.1", "--tolerance, --device: only for two .pt2 files");
   wrong("diff lm.pt2 lm.pt2 --input ids.pt --device nowhere", "--device nowhere");
