@@ -119,12 +119,13 @@ bool same_keys(const Parts& a, const Parts& b) {
 
 // The whole batch's hash from those of its parts; nothing if ranks differ.
 struct Whole {
+  Whole whole{.part = first};
   int64_t words = 0;
   uint64_t hash = 0;
-  bool constant = true;  // every part has the same
+  HistoryHash part = {};  // the first
+  bool constant = true;   // every part has the same
 };
 Whole whole_of(const Parts& parts) {
-  Whole whole;
   const HistoryHash& first = *parts.begin()->second.front().hash;
   for (const auto& [rows, hashes] : parts) {
     const HistoryHash& part = *hashes.front().hash;
@@ -150,24 +151,32 @@ class StepDiff {
         place.first_row = rows.first, place.rows = rows.second;
         place.microbatch = a.size() > 1 ? microbatch++ : -1;
         if (odd != nullptr) place.rank = odd->tensor->rank, place.stage = odd->tensor->stage;
-        found.push_back({place, odd != nullptr});
+        found_.push_back({place, odd != nullptr});
       }
       return;
     }
     report_.basis = DiffBasis::OtherRows;
     const Whole whole_a = whole_of(a), whole_b = whole_of(b);
-    const bool constant = whole_a.constant && whole_b.constant;
+    const bool same_words = whole_a.words == whole_b.words;
+    // A tensor without rows, of positions say, is the same in every microbatch.
+    const bool constant = whole_a.constant && whole_b.constant && whole_a.part.words == whole_b.part.words;
     const bool summed = tensor.operation == "parameter" && line.backward;  // over rows, in another order
-    if (summed || (!constant && whole_a.words != whole_b.words)) {
+    if (summed || !(same_words || constant)) {
       ++report_.not_comparable;
       return;
     }
-    const bool same =
-        constant ? a.begin()->second[0].hash->hash == b.begin()->second[0].hash->hash : whole_a.hash == whole_b.hash;
-    found.push_back({place, !same});
+    const bool same = same_words ? whole_a.hash == whole_b.hash : whole_a.part.hash == whole_b.part.hash;
+    found_.push_back({place, !same});
   }
 
-  std::vector<Compared> found;
+  // Returns what was found. Sums over other microbatches, and what is computed from them, are no part of it.
+  std::vector<Compared> take() {
+    if (report_.basis == DiffBasis::OtherRows)
+      report_.not_comparable += static_cast<int64_t>(
+  std::vector<Compared> found_;
+          std::erase_if(found_, [](const Compared& each) { return each.place.kind > DiffKind::Gradient; }));
+    return std::move(found_);
+  }
 
  private:
   DiffReport& report_;
@@ -396,9 +405,10 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
     for (const auto& [line, parts] : of_a) {
       if (const auto at = of_b.find(line); at != of_b.end()) one.compare(line, parts, at->second);
     }
-    const bool any = std::ranges::any_of(one.found, &Compared::differs);
-    if (!any) {
-      report.compared += static_cast<int64_t>(one.found.size());
+    std::vector<Compared> found = one.take();
+    const bool any = std::ranges::any_of(found, &Compared::differs);
+    if (!any && !found.empty()) {
+      report.compared += static_cast<int64_t>(found.size());
       report.equal_to = step.step;
     }
     // Without a difference the step that lacks the most counts: a rank's history may end before the others'.
@@ -407,7 +417,7 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
     if (any || only_b.size() > report.only_b.size()) report.only_b = std::move(only_b);
     if (any) {
       report.compared = 0;
-      conclude(report, std::move(one.found));
+      conclude(report, std::move(found));
     }
   }
   if (steps == 0) {

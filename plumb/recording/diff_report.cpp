@@ -51,7 +51,10 @@ const char* name_of(DiffTensor::State state) {
 std::string DiffReport::conclusion() const {
   const std::string up_to = equal_to ? c10::str("Equal to step ", *equal_to, ".") : "";
   if (!first) {
-    if (compared == 0) return "Nothing was compared: they have no tensor in common.";
+    if (compared == 0) {
+      return c10::str("Nothing was compared: they have no tensor in common",
+                      not_comparable > 0 ? " of which the rows are the same." : ".");
+    }
     if (!equal()) {
       return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
                       only_b.size(), " only in ", b, ".");
@@ -119,7 +122,8 @@ Table DiffReport::table(size_t most) const {
 std::string DiffReport::to_text() const {
   std::string text = conclusion() + "\n" + statement() + "\n";
   if (not_comparable > 0)
-    text += c10::str(not_comparable, " tensors cannot be compared, as the microbatches have other rows.\n");
+    text +=
+        c10::str(not_comparable, " tensors cannot be compared, as the microbatches have other rows, or lack some.\n");
   if (!only_a.empty()) text += "Only in " + a + ": " + few(only_a) + "\n";
   if (!only_b.empty()) text += "Only in " + b + ": " + few(only_b) + "\n";
   if (also_steps > 0) text += c10::str(also_steps, " later steps were recorded by both.\n");

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/hash.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/recording/recording_testing.h"
 #include "plumb/tensors/run_rows.h"
@@ -14,6 +15,7 @@
 namespace plumb {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 using namespace testing_models;
 using namespace testing_recording;
@@ -185,6 +187,39 @@ TEST_F(Diffs, OtherMicrobatchesAreComparedByTheirSums) {
   const DiffReport report = diff(a, step_of(*pointwise(8), other, {8, 8}, file("c")));
   ASSERT_TRUE(report.first);
   EXPECT_EQ(report.tensors[report.first->tensor].tensor.operation, "input");
+}
+
+// Histories of one step, of the hashes of some tensors by microbatch.
+History hashed(const fs::path& path, const std::vector<std::pair<HistoryTensor, std::vector<at::Tensor>>>& tensors) {
+  HistoryWriter writer(path, false);
+  HistoryHashes step{1, {}};
+  for (const auto& [tensor, parts] : tensors) {
+    int64_t first = 0;
+    for (const at::Tensor& part : parts) {
+      const int64_t rows = parts.size() > 1 || tensor.operation.starts_with("aten") ? part.size(0) : 0;
+      step.hashes.push_back({writer.tensor(tensor), false, first, rows, hashed_words(part), hash_of(part)});
+      first += rows;
+    }
+  }
+  writer.hashes(step);
+  return read_history(path);
+}
+
+TEST_F(Diffs, EqualRowsAreEqualInOtherMicrobatches) {
+  const HistoryTensor mask{.name = "ones", .operation = "aten::ones"}, sum{.name = "w", .operation = "gradient"};
+  const at::Tensor four = at::ones({4, 3}), two = at::ones({2, 3});
+  const auto one = [](float value) { return std::vector{at::full({4}, value)}; };
+  const History a = hashed(file("a"), {{mask, {four, four}}, {sum, one(1)}}),
+                b = hashed(file("b"), {{mask, {two, two, two, two}}, {sum, one(2)}});
+  for (const auto& report : {diff(a, b), diff(b, a)}) {
+    EXPECT_FALSE(report.first) << report.to_text();
+    EXPECT_EQ(report.compared, 1);
+    EXPECT_EQ(report.not_comparable, 1);  // the sum over microbatches
+  }
+  const DiffReport shorter = diff(a, hashed(file("c"), {{mask, {two}}}));
+  EXPECT_FALSE(shorter.equal());
+  EXPECT_FALSE(shorter.equal_to);
+  EXPECT_THAT(shorter.to_text(), AllOf(HasSubstr("Nothing was compared"), HasSubstr("1 tensors cannot be compared")));
 }
 
 TEST_F(Diffs, StateIsComparedStepByStepAndAReplaySaysWhoWasWrong) {
