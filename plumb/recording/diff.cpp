@@ -420,9 +420,10 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
       conclude(report, std::move(found));
     }
   }
+  report.torn_a = a.torn_bytes, report.torn_b = b.torn_bytes;
   if (steps == 0) {
-    throw Error(ErrorKind::InvalidArgument, names.a + " and " + names.b + " have hashes of no step in common", "",
-                "record both with plumb train --hashes FILE, or rules with statistics = [\"hash\"]");
+    throw Error(ErrorKind::InvalidArgument, names.a + " and " + names.b + " have hashes of no step in common",
+                report.torn(), "record both with plumb train --hashes FILE, or rules with statistics = [\"hash\"]");
   }
   report.steps_only_a = static_cast<int64_t>(a.hashes.size()) - steps;
   report.steps_only_b = static_cast<int64_t>(b.hashes.size()) - steps;

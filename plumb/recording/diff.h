@@ -66,16 +66,21 @@ struct DiffReport {
   int64_t also_steps = 0;                      // compared steps after the first different one
   int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
 
+  uint64_t torn_a = 0, torn_b = 0;             // History::torn_bytes
   // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal.
   bool equal() const { return compared > 0 && !first && !(by_name() && !(only_a.empty() && only_b.empty())); }
   bool by_name() const;  // state dicts and checkpoints
   // Returns "Equal to step 411. In step 412 first: the gradient of ...; 40 later ones follow from it."
   std::string conclusion() const;
-  std::string statement() const;  // the basis in words
+  std::string statement() const;  // the basis in words, and what of the files could not be read
+  std::string torn() const;       // "the last record of a.history (312 bytes)", "" if both are whole
   Table table(size_t most = 40) const;
   std::string to_text() const;
   nlohmann::json to_json() const;
 };
+
+ private:
+  std::string basis_text() const;
 
 struct DiffNames {
   std::string a = "a", b = "b";

@@ -84,8 +84,23 @@ bool DiffReport::by_name() const {
 }
 
 std::string DiffReport::statement() const {
-  if (compared == 0) return "Names decide which tensors are compared.";
-  if (by_name()) return "Tensors were compared by their names.";
+std::string DiffReport::torn() const {
+  std::string text;
+  for (const auto& [bytes, run] : {std::pair(torn_a, a), std::pair(torn_b, b)})
+    if (bytes > 0) text += c10::str(text.empty() ? "" : ", ", "the last record of ", run, " (", bytes, " bytes)");
+  return text;
+}
+
+  const std::string left_out = torn();
+  return basis_text() + (left_out.empty() ? "" : " Not written whole and left out: " + left_out + ".");
+}
+
+std::string DiffReport::basis_text() const {
+  if (compared == 0 && not_comparable == 0) return "Names decide which tensors are compared.";
+  if (compared > 0 && by_name()) return "Tensors were compared by their names.";
+  const auto of_state = [](const DiffTensor& each) {
+    return each.value == DiffTensor::State::NotCompared || kind_of(each.tensor, false) > DiffKind::GradientSum;
+  };
   switch (basis) {
     case DiffBasis::SameRows:
       return first && first->kind == DiffKind::GradientSum

@@ -222,6 +222,16 @@ TEST_F(Diffs, EqualRowsAreEqualInOtherMicrobatches) {
   EXPECT_THAT(shorter.to_text(), AllOf(HasSubstr("Nothing was compared"), HasSubstr("1 tensors cannot be compared")));
 }
 
+TEST_F(Diffs, TornRecordsAreSaid) {
+  History whole = step_of(*two_layers(), randn_there({16, 8}), {16}, file()), torn = whole;
+  torn.torn_bytes = 7;
+  const std::string says = "left out: the last record of b (7 bytes)";
+  EXPECT_THAT(diff(whole, torn, {"a", "b"}).to_text(), HasSubstr(says));
+  EXPECT_THAT(diff(whole, torn, {"a", "b"}).to_json().dump(), HasSubstr(says));
+  torn.hashes.clear();
+  EXPECT_THAT(message_of([&] { diff(whole, torn, {"a", "b"}); }), HasSubstr("the last record of b (7 bytes)"));
+}
+
 TEST_F(Diffs, StateIsComparedStepByStepAndAReplaySaysWhoWasWrong) {
   const auto write = [&](const char* name, double at_three) {
     Recorder recorder(RecordRules(), file(name), {.part = true});
