@@ -186,6 +186,9 @@ std::string conclude_replays(const History& a, const History& b, const History& 
     return "Neither run is reproduced: both differ when they are done again, so that numbers depend on something else "
            "(another machine or torch, threads, data). " +
            names.a + ": " + first.conclusion() + " " + names.b + ": " + second.conclusion();
+  for (const DiffReport* each : {&first, &second, &both}) {
+    if (each->compared == 0) return "Nothing follows from " + each->a + " and " + each->b + ": " + each->conclusion();
+  }
   }
   if (!first.first && !second.first) {
     return both.first ? "Both runs are reproduced, so that the difference is in their programs, options or kernels. " +
@@ -195,8 +198,8 @@ std::string conclude_replays(const History& a, const History& b, const History& 
   const std::string& wrong = first.first ? names.a : names.b;
   return wrong + " is not reproduced, and " + (first.first ? names.b : names.a) +
          (both.first ? " is; done again they still differ: " + both.conclusion()
-                     : " is: done again both agree, so that a machine of " + wrong + " was wrong. ") +
-         (first.first ? first : second).conclusion();
+                     : " is: done again both agree, so that a machine of " + wrong + " was wrong.") +
+         " " + (first.first ? first : second).conclusion();
 }
 
 }  // namespace plumb

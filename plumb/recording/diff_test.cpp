@@ -232,6 +232,14 @@ TEST_F(Diffs, TornRecordsAreSaid) {
   EXPECT_THAT(message_of([&] { diff(whole, torn, {"a", "b"}); }), HasSubstr("the last record of b (7 bytes)"));
 }
 
+TEST_F(Diffs, AReplayThatHasNoTensorOfItsRunSaysNothingOfIt) {
+  const auto of = [&](const char* name) {
+    return hashed(file(name), {{{.name = name, .operation = "state"}, {at::ones({4})}}});
+  };
+  const History a = of("a"), other = of("other");
+  EXPECT_THAT(conclude_replays(a, a, other, a, {"a", "b"}), HasSubstr("Nothing follows from a and a, again: Nothing"));
+}
+
 TEST_F(Diffs, StateIsComparedStepByStepAndAReplaySaysWhoWasWrong) {
   const auto write = [&](const char* name, double at_three) {
     Recorder recorder(RecordRules(), file(name), {.part = true});
