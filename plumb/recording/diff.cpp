@@ -13,13 +13,6 @@
 namespace plumb {
 namespace {
 
-DiffKind kind_of(const HistoryTensor& tensor, bool backward) {
-  if (tensor.operation == "gradient") return DiffKind::GradientSum;
-  if (tensor.operation == "state") return DiffKind::AfterStep;
-  if (tensor.operation == "optimizer") return DiffKind::OptimizerState;
-  return backward ? DiffKind::Gradient : DiffKind::Value;
-}
-
 // Values are known by their names, whatever operator makes them: a transformed model has another.
 std::string key_of(const HistoryTensor& tensor) {
   const bool apart = tensor.operation.find("::") == std::string::npos;
@@ -119,7 +112,6 @@ bool same_keys(const Parts& a, const Parts& b) {
 
 // The whole batch's hash from those of its parts; nothing if ranks differ.
 struct Whole {
-  Whole whole{.part = first};
   int64_t words = 0;
   uint64_t hash = 0;
   HistoryHash part = {};  // the first
@@ -127,6 +119,7 @@ struct Whole {
 };
 Whole whole_of(const Parts& parts) {
   const HistoryHash& first = *parts.begin()->second.front().hash;
+  Whole whole{.part = first};
   for (const auto& [rows, hashes] : parts) {
     const HistoryHash& part = *hashes.front().hash;
     whole.constant = whole.constant && part.hash == first.hash && part.words == first.words;
@@ -173,7 +166,6 @@ class StepDiff {
   std::vector<Compared> take() {
     if (report_.basis == DiffBasis::OtherRows)
       report_.not_comparable += static_cast<int64_t>(
-  std::vector<Compared> found_;
           std::erase_if(found_, [](const Compared& each) { return each.place.kind > DiffKind::Gradient; }));
     return std::move(found_);
   }
@@ -181,6 +173,7 @@ class StepDiff {
  private:
   DiffReport& report_;
   const int64_t step_;
+  std::vector<Compared> found_;
 };
 
 // Returns a tensor's row; that of the stage and rank, if one has it.
@@ -314,6 +307,13 @@ std::string TensorDistance::to_string() const {
   std::string text = of_types + c10::str(differing, " of ", elements, " elements");
   if (!std::isnan(ulps)) text += ", at most " + short_number(ulps) + " ulp";
   return text + ", relative " + short_number(relative, 2);
+}
+
+DiffKind kind_of(const HistoryTensor& tensor, bool backward) {
+  if (tensor.operation == "gradient") return DiffKind::GradientSum;
+  if (tensor.operation == "state") return DiffKind::AfterStep;
+  if (tensor.operation == "optimizer") return DiffKind::OptimizerState;
+  return backward ? DiffKind::Gradient : DiffKind::Value;
 }
 
 void conclude(DiffReport& report, std::vector<Compared> compared) {

@@ -43,6 +43,7 @@ struct DiffTensor {
 };
 
 enum class DiffKind : uint8_t { Value, Gradient, GradientSum, AfterStep, OptimizerState };
+DiffKind kind_of(const HistoryTensor& tensor, bool backward);
 
 struct Difference {
   size_t tensor = 0;  // index into DiffReport::tensors
@@ -65,8 +66,8 @@ struct DiffReport {
   std::vector<DiffTensor> tensors;
   int64_t also_steps = 0;                      // compared steps after the first different one
   int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
-
   uint64_t torn_a = 0, torn_b = 0;             // History::torn_bytes
+
   // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal.
   bool equal() const { return compared > 0 && !first && !(by_name() && !(only_a.empty() && only_b.empty())); }
   bool by_name() const;  // state dicts and checkpoints
@@ -77,10 +78,10 @@ struct DiffReport {
   Table table(size_t most = 40) const;
   std::string to_text() const;
   nlohmann::json to_json() const;
-};
 
  private:
   std::string basis_text() const;
+};
 
 struct DiffNames {
   std::string a = "a", b = "b";

@@ -1,4 +1,5 @@
 // A DiffReport in words, as a table and as JSON.
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -83,7 +84,6 @@ bool DiffReport::by_name() const {
   return !in_steps && !tensors.empty() && tensors.front().tensor.operation == "state";
 }
 
-std::string DiffReport::statement() const {
 std::string DiffReport::torn() const {
   std::string text;
   for (const auto& [bytes, run] : {std::pair(torn_a, a), std::pair(torn_b, b)})
@@ -91,6 +91,7 @@ std::string DiffReport::torn() const {
   return text;
 }
 
+std::string DiffReport::statement() const {
   const std::string left_out = torn();
   return basis_text() + (left_out.empty() ? "" : " Not written whole and left out: " + left_out + ".");
 }
@@ -103,6 +104,9 @@ std::string DiffReport::basis_text() const {
   };
   switch (basis) {
     case DiffBasis::SameRows:
+      if (first && first->step && std::ranges::all_of(tensors, of_state))
+        return "State after a step: equal if both runs had the same rows in every microbatch and the same groups of "
+               "gradients (--microbatches, --gradient-groups), whatever the stages, schedule and replicas.";
       return first && first->kind == DiffKind::GradientSum
                  ? "The same rows in every microbatch, and every microbatch's gradients are equal where they were "
                    "recorded: the sums were taken in other groups or another order, or went wrong."
@@ -182,13 +186,13 @@ std::string conclude_replays(const History& a, const History& b, const History& 
   const DiffReport first = diff(a, a_again, {names.a, names.a + ", again"});
   const DiffReport second = diff(b, b_again, {names.b, names.b + ", again"});
   const DiffReport both = diff(a_again, b_again, names);
+  for (const DiffReport* each : {&first, &second, &both}) {
+    if (each->compared == 0) return "Nothing follows from " + each->a + " and " + each->b + ": " + each->conclusion();
+  }
   if (first.first && second.first) {
     return "Neither run is reproduced: both differ when they are done again, so that numbers depend on something else "
            "(another machine or torch, threads, data). " +
            names.a + ": " + first.conclusion() + " " + names.b + ": " + second.conclusion();
-  for (const DiffReport* each : {&first, &second, &both}) {
-    if (each->compared == 0) return "Nothing follows from " + each->a + " and " + each->b + ": " + each->conclusion();
-  }
   }
   if (!first.first && !second.first) {
     return both.first ? "Both runs are reproduced, so that the difference is in their programs, options or kernels. " +
