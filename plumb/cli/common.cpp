@@ -112,7 +112,7 @@ void add_model_options(CLI::App* sub, ModelOptions& options) {
 Model open_model(const ModelOptions& options, Progress& progress) {
   progress.next("reading " + options.file);
   Model model{load_with_values(options.file, options.weights), {}};
-  model.inputs = read_inputs(model.module(), options.inputs, "--input", true);
+  model.inputs = read_inputs(model.module(), options.inputs, "--input", false);
   return model;
 }
 

@@ -43,9 +43,9 @@ std::optional<c10::IValue> only_value(const Value& input) {
   return std::nullopt;
 }
 
-bool fits(const TensorMeta& want, const at::Tensor& got) {
+bool fits(const TensorMeta& want, const at::Tensor& got, bool any_rows) {
   if (got.scalar_type() != want.dtype || got.dim() != static_cast<int64_t>(want.sizes.size())) return false;
-  for (size_t i = 0; i < want.sizes.size(); ++i) {
+  for (size_t i = any_rows ? 1 : 0; i < want.sizes.size(); ++i) {
     const bool dynamic = i < want.symbols.size() && !want.symbols[i].empty();
     if (!dynamic && got.size(static_cast<int64_t>(i)) != want.sizes[i]) return false;
   }
@@ -54,8 +54,8 @@ bool fits(const TensorMeta& want, const at::Tensor& got) {
 
 class Inputs {
  public:
-  Inputs(const GraphModule& module, std::string option, std::vector<std::string> beside)
-      : option_(std::move(option)), beside_(std::move(beside)) {
+  Inputs(const GraphModule& module, std::string option, bool any_rows, std::vector<std::string> beside)
+      : option_(std::move(option)), any_rows_(any_rows), beside_(std::move(beside)) {
     for (Node* node : module.graph().placeholders()) nodes_.push_back(node);
     given_.resize(nodes_.size());
   }
@@ -79,7 +79,7 @@ class Inputs {
     }
   }
 
-  std::vector<c10::IValue> take(bool fit) {
+  std::vector<c10::IValue> take() {
     std::vector<c10::IValue> values;
     for (size_t i = 0; i < nodes_.size(); ++i) {
       const Value& input = *nodes_[i]->result();
@@ -92,7 +92,7 @@ class Inputs {
             option_ + ": no value for input '" + nodes_[i]->target() + "' (" + type_text(input.meta()) + ")",
             option_ + " " + nodes_[i]->target() + "=FILE.pt");
       }
-      if (fit) check(input, *given_[i]);
+      check(input, *given_[i]);
       values.push_back(std::move(given_[i]->value));
     }
     return values;
@@ -136,10 +136,14 @@ class Inputs {
   }
 
   void check(const Value& input, const Given& given) const {
-    const auto& want = input.meta();
+    std::optional<TensorMeta> want = input.meta();
     if (!input.is_tensor() || !want) return;
     const bool tensor = given.value.isTensor() && given.value.toTensor().defined();
-    if (tensor && fits(*want, given.value.toTensor())) return;
+    if (tensor && fits(*want, given.value.toTensor(), any_rows_)) return;
+    if (any_rows_ && !want->sizes.empty()) {
+      want->symbols.resize(want->sizes.size());
+      want->symbols[0] = "rows";
+    }
     const std::string wants = type_text(want);
     std::string fix = "a tensor of " + wants;
     if (tensor && given.value.toTensor().scalar_type() != want->dtype) {
@@ -153,6 +157,7 @@ class Inputs {
   }
 
   std::string option_;
+  bool any_rows_;
   std::vector<std::string> beside_;
   std::vector<Node*> nodes_;
   std::vector<std::optional<Given>> given_;
@@ -161,10 +166,10 @@ class Inputs {
 }  // namespace
 
 std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts,
-                                     const std::string& option, bool fit, const std::vector<std::string>& beside) {
-  Inputs inputs(module, option, beside);
+                                     const std::string& option, bool any_rows, const std::vector<std::string>& beside) {
+  Inputs inputs(module, option, any_rows, beside);
   for (const std::string& text : texts) inputs.read(text);
-  return inputs.take(fit);
+  return inputs.take();
 }
 
 }  // namespace plumb

@@ -161,6 +161,23 @@ TEST_F(TrainingData, ReadsRowsByNameFromSafetensors) {
   EXPECT_THAT(message_of([&] { run(together, mlp()); }), HasSubstr("there is no input 'z'"));
 }
 
+TEST_F(TrainingData, RowsThatTheModelDoesNotTakeAreNamedBeforeTheFirstStep) {
+  const auto said = [&](const at::Tensor& x, const at::Tensor& y) {
+    save_tensors(x, path("odd.pt"));
+    save_tensors(y, path("y3.pt"));
+    TrainOptions o = rows();
+    o.data = path("odd.pt"), o.targets = path("y3.pt");
+    return message_of([&] { open_samples(o, {o.data, o.targets, ""}, *mlp()); });
+  };
+  const at::Tensor y = at::randn({20, 2});
+  EXPECT_THAT(said(at::randn({20, 4}, at::kDouble), y),
+              HasSubstr("odd.pt: is f64[20, 4], input 'x0' takes f32[rows, 4]"));
+  EXPECT_THAT(said(at::randn({20, 5}), y), HasSubstr("is f32[20, 5], input 'x0' takes f32[rows, 4]"));
+  EXPECT_THAT(said(at::scalar_tensor(1.0), y), HasSubstr("is f32[], input 'x0' takes f32[rows, 4]"));
+  EXPECT_THAT(said(at::randn({0, 4}), at::randn({0, 2})), HasSubstr("odd.pt: holds f32[0, 4], which has no rows"));
+  EXPECT_THAT(said(at::randn({19, 4}), y), HasSubstr("f32[20, 2] and f32[19, 4] have other rows"));
+}
+
 // A source that says when it is asked.
 class Counted : public BatchSource {
  public:

@@ -138,7 +138,7 @@ class TensorRows : public Samples {
   TensorRows(const TrainOptions& o, DataFiles files, const GraphModule& module) {
     find_beside(o, files, module);
     const std::string& targets_option = files.targets_option;
-    for (const c10::IValue& v : read_inputs(module, {files.data}, files.option, false, beside_)) {
+    for (const c10::IValue& v : read_inputs(module, {files.data}, files.option, true, beside_)) {
       if (!v.isTensor())
         throw UsageError(files.option + " " + files.data + ": holds what is no tensor", "tensors with a row a sample");
       inputs_.push_back(v.toTensor());
@@ -153,7 +153,10 @@ class TensorRows : public Samples {
     std::vector<at::Tensor> all = inputs_;
     all.insert(all.end(), targets_.begin(), targets_.end());
     for (const at::Tensor& t : all) {
-      if (t.dim() == 0 || t.size(0) == 0 || t.size(0) != all[0].size(0)) {
+      if (t.dim() == 0 || t.size(0) == 0)
+        throw UsageError(files.option + " " + files.data + ": holds " + type_text(t) + ", which has no rows",
+                         "tensors with a row a sample");
+      if (t.size(0) != all[0].size(0)) {
         throw UsageError(files.option + " and " + targets_option + ": " + type_text(t) + " and " + type_text(all[0]) +
                              " have other rows",
                          "as many rows in each");
