@@ -36,7 +36,7 @@ bool plain_name(std::string_view name) {
 }  // namespace
 
 void ZipFile::fail(const std::string& what, const std::string& entry) const {
-  throw Error(ErrorKind::BadFile, path_ + ": " + what, entry.empty() ? "" : "entry " + entry);
+  throw Error(ErrorKind::BadFile, path_ + ": " + what, entry.empty() ? "" : "entry " + entry, kWriteAgain);
 }
 
 void ZipFile::read_at(uint64_t offset, void* into, uint64_t size) const {

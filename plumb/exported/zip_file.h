@@ -13,6 +13,10 @@
 
 namespace plumb {
 
+// The remedy for an archive that is damaged, or none that torch writes today.
+inline constexpr const char* kWriteAgain =
+    "get the file again, or write it with torch.save or torch.export.save of PyTorch 1.6 or newer";
+
 struct ZipEntry {
   std::string name;     // as in the archive, with its top folder
   uint64_t offset = 0;  // offset of the data in the file

@@ -96,7 +96,7 @@ class Machine {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what, const std::string& remedy = "") const {
+  [[noreturn]] void fail(const std::string& what, const std::string& remedy = kWriteAgain) const {
     throw Error(ErrorKind::BadFile, zip_.path() + ": " + what, "entry " + zip_.top_folder() + "data.pkl", remedy);
   }
 
@@ -329,9 +329,11 @@ class Machine {
 c10::IValue unpickle(const ZipFile& zip) {
   const ZipEntry& pickle = zip.get("data.pkl");
   if (pickle.size > kMaxPickle)
-    throw Error(ErrorKind::BadFile, zip.path() + ": a pickle of " + std::to_string(pickle.size) + " bytes");
+    throw Error(ErrorKind::BadFile, zip.path() + ": a pickle of " + std::to_string(pickle.size) + " bytes", "",
+                kWriteAgain);
   if (const ZipEntry* order = zip.find("byteorder"); order && order->size < 16 && zip.read(*order) != "little")
-    throw Error(ErrorKind::BadFile, zip.path() + ": was written on a big-endian machine");
+    throw Error(ErrorKind::BadFile, zip.path() + ": was written on a big-endian machine", "",
+                "save it on a little-endian machine, or as .safetensors");
   return Machine(zip, zip.read(pickle)).run();
 }
 

@@ -16,7 +16,8 @@
 namespace plumb {
 namespace {
 
-[[noreturn]] void bad(const std::string& path, const std::string& what, const std::string& remedy = "") {
+[[noreturn]] void bad(const std::string& path, const std::string& what,
+                      const std::string& remedy = "get the file again, or write it with numpy.save") {
   throw Error(ErrorKind::BadFile, path + ": " + what, "", remedy);
 }
 
@@ -163,7 +164,7 @@ void save_pickle(const c10::IValue& value, const std::string& path) {
     zip.writeEndOfFile();
   } catch (const c10::Error& e) {
     file.check();
-    bad(path, std::string("cannot be written: ") + e.what_without_backtrace());
+    bad(path, std::string("cannot be written: ") + e.what_without_backtrace(), "");
   }
   file.commit();
 }
@@ -279,17 +280,19 @@ TokenFile::TokenFile(std::string path, at::ScalarType dtype) : file_(path), dtyp
   if (dtype != at::kByte && dtype != at::kUInt16 && dtype != at::kInt)
     throw Error(ErrorKind::InvalidArgument, path + ": tokens are uint8, uint16 or int32, not " + at::toString(dtype));
   if (file_.size() % at::elementSize(dtype))
-    bad(path, "has " + std::to_string(file_.size()) + " bytes, no whole number of " + at::toString(dtype) + " tokens");
+    bad(path, "has " + std::to_string(file_.size()) + " bytes, no whole number of " + at::toString(dtype) + " tokens",
+        "tokens of another type, or the whole file");
   count_ = static_cast<int64_t>(file_.size() / at::elementSize(dtype));
 }
 
 TokenFile::TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, int64_t count)
     : file_(path), dtype_(dtype), offset_(offset), count_(count) {
   if (!at::isIntegralType(dtype, /*includeBool=*/false))
-    bad(path, std::string("tokens are whole numbers, not ") + at::toString(dtype));
+    bad(path, std::string("tokens are whole numbers, not ") + at::toString(dtype), "a file of integers");
   const uint64_t item = at::elementSize(dtype);
   if (count < 0 || offset > file_.size() || static_cast<uint64_t>(count) > (file_.size() - offset) / item)
-    bad(path, "has not " + std::to_string(count) + " tokens from byte " + std::to_string(offset) + " on");
+    bad(path, "has not " + std::to_string(count) + " tokens from byte " + std::to_string(offset) + " on",
+        "get the file again");
 }
 
 at::Tensor TokenFile::read(int64_t start, int64_t count) const {

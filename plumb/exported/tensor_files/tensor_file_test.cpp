@@ -93,6 +93,7 @@ views = {"neg": z.clone().conj().imag, "conj": z.conj(), "both": torch._neg_view
 assert all(v.is_neg() or v.is_conj() for v in views.values())
 torch.save(views, f + "/bits.pt")
 torch.save({name: v.resolve_conj().resolve_neg() for name, v in views.items()}, f + "/values.pt")
+torch.save(x, f + "/old.pt", _use_new_zipfile_serialization=False)
 class Mine: pass
 torch.save({"x": Mine()}, f + "/object.pt")
 )");
@@ -110,6 +111,8 @@ torch.save({"x": Mine()}, f + "/object.pt")
   for (const auto& entry : load_tensors(scratch("values.pt")).toGenericDict())
     EXPECT_TRUE(same(bits.at(entry.key()), entry.value())) << entry.key();
   EXPECT_THAT(error_of([] { load_tensors(scratch("object.pt")); }).what(), HasSubstr("Mine"));
+  EXPECT_THAT(error_of([] { load_tensors(scratch("old.pt")); }).what(),
+              HasSubstr("torch.export.save of PyTorch 1.6 or newer"));
   EXPECT_THAT(error_of([] { load_npy(scratch("fortran.npy")); }).what(), HasSubstr("Fortran"));
 }
 
@@ -137,6 +140,7 @@ TEST(TensorFile, BrokenFilesEndInAnError) {
         if (value.isTensor() && value.toTensor().numel() < 1000) value.toTensor().clone();
       } catch (const Error& e) {
         EXPECT_EQ(e.kind(), ErrorKind::BadFile) << e.what();
+        EXPECT_NE(e.remedy(), "") << e.what();
         ++errors;
       }
     }
