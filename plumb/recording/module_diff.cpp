@@ -160,7 +160,8 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
       Difference where{place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient};
       where.distance = apart;
       if (direction == Direction::Forward) report.tensors[place].distance = apart;
-      compared.push_back({where, apart.differing > 0 && !(apart.relative <= tolerance && tolerance > 0)});
+      const bool apart_at_all = apart.differing > 0 || !apart.types.empty();
+      compared.push_back({where, apart_at_all && !(apart.relative <= tolerance && tolerance > 0)});
     }
     others.erase(other);
   }

@@ -236,6 +236,19 @@ class Filled(Cache):
         return out, indices.sum()
 
 
+def test_equal_values_of_another_dtype_are_a_difference():
+    class Cast(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.dtype = dtype
+
+        def forward(self, ids):
+            return ids.to(self.dtype) + 1
+
+    found = plumb.diff(Cast(torch.int64), Cast(torch.int32), torch.arange(3, dtype=torch.int16))
+    assert not found.equal and "types Long and Int, equal" in found.conclusion, found
+
+
 def test_memory_that_nothing_has_written_yet_is_no_difference():
     model, x = Filled(), torch.randn(4, 4)
     held = [torch.randint(1 << 60, (size,)) for size in (16, 64) * 20]
