@@ -89,7 +89,7 @@ def diff(
         if not all(isinstance(x, History) or _is_path(x) for x in (a, b)):
             kinds = " and ".join(type(x).__name__ for x in (a, b))
             raise Error(f"{kinds} are not compared", remedy="two histories, two state dicts or two modules")
-        names = [x if isinstance(x, str) else "ab"[i] for i, x in enumerate((a, b))]
+        names = ["ab"[i] if isinstance(x, History) else os.fspath(x) for i, x in enumerate((a, b))]
         histories = [x if isinstance(x, History) else read_history(os.fspath(x)) for x in (a, b)]
         return Diff(_C.diff_histories(histories[0]._engine, histories[1]._engine, *names))
     if not all(is_module):

@@ -1,6 +1,8 @@
 """plumb.diff: histories, state dicts, modules and files."""
 
 import copy
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,6 +249,14 @@ def test_equal_values_of_another_dtype_are_a_difference():
 
     found = plumb.diff(Cast(torch.int64), Cast(torch.int32), torch.arange(3, dtype=torch.int16))
     assert not found.equal and "types Long and Int, equal" in found.conclusion, found
+
+
+def test_histories_keep_their_paths_as_names(tmp_path):
+    a, b = (Path(record(tmp_path, name)) for name in "ab")
+    shutil.copy(a, tmp_path / "c")
+    with open(tmp_path / "c", "ab") as file:
+        file.write(b"half")
+    assert f"the last record of {tmp_path / 'c'} (4 bytes)" in plumb.diff(b, tmp_path / "c").statement
 
 
 def test_memory_that_nothing_has_written_yet_is_no_difference():
