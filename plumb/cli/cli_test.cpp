@@ -278,6 +278,9 @@ TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
   for (const char* name : {"rank 0, stage 0", "rank 1, stage 1", "step 5", "step 6"})
     EXPECT_TRUE(names.count(name)) << name;
   wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 3 --schedule best.csv", "--microbatches 4");
+  std::ofstream(folder() / "stuck.csv") << "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n";
+  wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 2 --schedule stuck.csv",
+        "--schedule stuck.csv: the schedule cannot run: deadlock: rank 0 stops at 0B0");
 }
 
 TEST_F(Command, TrainsOverFourProcessesByATableWrittenByHand) {

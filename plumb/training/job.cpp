@@ -7,8 +7,10 @@
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/partition/size_policy.h"
+#include "plumb/pipeline/runtime/run_plan.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/rules.h"
+#include "plumb/schedule/check.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/tensors/parameter_tag.h"
 #include "plumb/training/cut.h"
@@ -246,6 +248,12 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
     apply_recipe(*rounded, *job.formats);
     cuts.at.clear(), cuts.before.clear();
     job.pipe = cut(*rounded, stages, cuts, needed_by);
+  }
+  if (!job.plan && o.schedule.ends_with(".csv")) {
+    used_by(
+        "--schedule " + o.schedule,
+        [&] { require_runnable(compute_only(job.schedule), edges_of(connect_stages(job.pipe->table()))); },
+        "correct the table, or --schedule 1F1B");
   }
   name_parameters(o, job);
   check_verdict(o, job);
