@@ -278,9 +278,6 @@ TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
   for (const char* name : {"rank 0, stage 0", "rank 1, stage 1", "step 5", "step 6"})
     EXPECT_TRUE(names.count(name)) << name;
   wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 3 --schedule best.csv", "--microbatches 4");
-  std::ofstream(folder() / "stuck.csv") << "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n";
-  wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 2 --schedule stuck.csv",
-        "--schedule stuck.csv: the schedule cannot run: deadlock: rank 0 stops at 0B0");
 }
 
 TEST_F(Command, TrainsOverFourProcessesByATableWrittenByHand) {
@@ -497,9 +494,7 @@ TEST_F(Command, RecordsATrainingAndShowsItsHistory) {
   EXPECT_NE(bad.err.find("bad.toml:2: \"evry\""), std::string::npos) << bad.err;
   EXPECT_EQ(plumb("track --history tokens.bin").code, 1);
   std::ofstream(folder() / "empty.history");
-  const Ended empty = plumb("track --history empty.history");
-  EXPECT_EQ(empty.code, 1);
-  EXPECT_NE(empty.err.find("\"empty.history\" has no recorded step"), std::string::npos) << empty.err;
+  EXPECT_NE(plumb("track --history empty.history").err.find("has no recorded step"), std::string::npos);
 }
 
 }  // namespace

@@ -23,6 +23,12 @@ TEST_F(Options, SaysRangesOfNumbersInWords) {
   wrong("train lm.pt2 --data tokens.bin --clip -1", "-1 is no finite number of 0 or more");
 }
 
+TEST_F(Options, RefuseATableThatCannotRun) {
+  std::ofstream(folder() / "stuck.csv") << "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n";
+  wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 2 --schedule stuck.csv",
+        "--schedule stuck.csv: the schedule cannot run: deadlock: rank 0 stops at 0B0");
+}
+
 TEST_F(Options, ScalesWithTheTausAndReplacementsThatItIsGiven) {
   const Ended run = plumb(
       "scale lm.pt2 -o taus.pt2 --tau-mlp 0.25 --replace aten::gelu=aten::silu --replace aten::relu=aten::tanh "

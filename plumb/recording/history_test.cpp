@@ -2,7 +2,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <csignal>
 #include <cstring>
 #include <random>
 
@@ -117,6 +119,25 @@ TEST_F(Recording, HostileFilesEndInAnErrorOrInAHistory) {
       ASSERT_EQ(e.kind(), ErrorKind::BadFile) << e.what();
     }
   }
+}
+
+TEST_F(Recording, AStepThatCouldNotBeWrittenLeavesNoHashesToTheNext) {
+  Recorder recorder(RecordRules(), file(), {.part = true});
+  const auto step = [&] {
+    recorder.add_hash({.name = "w", .operation = "state"}, at::ones({4}));
+    recorder.step({{"loss", 1.0}});
+  };
+  step();
+  const auto before = ::signal(SIGXFSZ, SIG_IGN);
+  rlimit limit{};
+  getrlimit(RLIMIT_FSIZE, &limit);
+  const rlimit full{fs::file_size(file()), limit.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &full);
+  EXPECT_THAT(message_of(step), HasSubstr("cannot write the history"));
+  setrlimit(RLIMIT_FSIZE, &limit);
+  ::signal(SIGXFSZ, before);
+  step();
+  EXPECT_EQ(read_history(file()).hashes.back().hashes.size(), 1u);
 }
 
 TEST_F(Recording, ARecordNestedWithoutEndIsRefusedBeforeItIsRead) {

@@ -3,10 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <sys/resource.h>
-
 #include <cmath>
-#include <csignal>
 
 #include "plumb/core/error.h"
 #include "plumb/recording/recording_testing.h"
@@ -460,25 +457,6 @@ TEST_F(Recording, StepsThatAreComputedAgainAreThereOnce) {
   train({.append = true, .after = 0}, 2);
   EXPECT_EQ(steps(), (std::vector<int64_t>{1}));
   EXPECT_EQ(read_history(file()).torn_bytes, 0u);
-}
-
-TEST_F(Recording, AStepThatCouldNotBeWrittenLeavesNoHashesToTheNext) {
-  Recorder recorder(RecordRules(), file(), {.part = true});
-  const auto step = [&] {
-    recorder.add_hash({.name = "w", .operation = "state"}, at::ones({4}));
-    recorder.step({{"loss", 1.0}});
-  };
-  step();
-  const auto before = ::signal(SIGXFSZ, SIG_IGN);
-  rlimit limit{};
-  getrlimit(RLIMIT_FSIZE, &limit);
-  const rlimit full{fs::file_size(file()), limit.rlim_max};
-  setrlimit(RLIMIT_FSIZE, &full);
-  EXPECT_THAT(message_of(step), HasSubstr("cannot write the history"));
-  setrlimit(RLIMIT_FSIZE, &limit);
-  ::signal(SIGXFSZ, before);
-  step();
-  EXPECT_EQ(read_history(file()).hashes.back().hashes.size(), 1u);
 }
 
 TEST_F(Recording, RefusesRulesAndStepsThatMakeNoSense) {

@@ -77,7 +77,7 @@ class Table(NamedTuple):
         live, before = self.live, self.before
         if isinstance(live, dict):
             if len(live) == len(before) and all(map(is_, live, before)) and all(map(is_, live.values(), before.values())):
-                return  # of most tables, at every call of a forward
+                return  # most tables are as they were, at every call of a forward
             for key in [*before, *(k for k in live if k not in before)]:
                 then, now = before.get(key, MISSING), live.get(key, MISSING)
                 if now is not then:
