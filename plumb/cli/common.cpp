@@ -42,6 +42,7 @@ std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
 bool is_pt2(const std::string& path) { return path.ends_with(".pt2"); }
 
 Loaded load(const std::string& path) {
+  refuse_folder(path);
   Loaded loaded;
   loaded.is_text = !is_pt2(path);
   if (loaded.is_text) {

@@ -66,6 +66,11 @@ TEST_F(Importing, EveryCommandThatNeedsWeightsCanBeGivenThem) {
   EXPECT_NEAR(loss, std::log(256), 0.5);
 }
 
+TEST_F(Importing, AFolderIsNoProgramForOtherCommands) {
+  for (const char* command : {"train llama --data tokens.bin --steps 1", "show llama", "eval llama --data tokens.bin"})
+    wrong(command, "llama: is a folder, and no program");
+}
+
 TEST_F(Importing, SaysWhatIsWrong) {
   wrong("import nowhere -o x.pt2", "is no folder");
   wrong("import llama -o x.txt", "is no .pt2 name");

@@ -123,6 +123,7 @@ ExportedProgram open_program(const TrainOptions& o, const std::shared_ptr<GraphM
     return program;
   }
   if (o.file.empty()) throw UsageError("FILE is missing", "a .pt2 file of torch.export.save or plumb");
+  refuse_folder(o.file);
   std::error_code failed;
   if (!o.file.ends_with(".pt2") && std::filesystem::is_regular_file(o.file, failed)) {
     throw UsageError("FILE " + o.file + ": is no .pt2 file", "a .pt2 file of torch.export.save or plumb");

@@ -67,6 +67,13 @@ double memory_of_process(c10::Device device) {
   return resident * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
 }
 
+void refuse_folder(const std::string& file) {
+  std::error_code failed;
+  if (!std::filesystem::is_directory(file, failed)) return;
+  throw UsageError("FILE " + file + ": is a folder, and no program",
+                   "a .pt2 file; plumb import FOLDER -o model.pt2 makes one of a folder of transformers");
+}
+
 std::string type_text(const std::optional<TensorMeta>& meta) { return meta ? type_text(*meta) : "?"; }
 
 std::string rate_text(double rate) {

@@ -51,6 +51,9 @@ c10::IValue load_tensor_file(const std::string& path);
 void check_writable(const std::vector<std::pair<std::string, std::string>>& outputs,
                     const std::vector<std::string>& inputs = {});
 
+// Throws UsageError for a folder in the place of a program's file.
+void refuse_folder(const std::string& file);
+
 // Returns "f32[2, 3]", with symbols where a dimension has one.
 std::string type_text(const std::optional<TensorMeta>& meta);
 // Returns the bytes of this process: on the CPU those of its memory that are in the machine's; on another device the
