@@ -236,6 +236,12 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     refused("has 2000 layers", folder)
     change(num_hidden_layers=-5)
     refused("has -5 layers", folder)
+    change(num_hidden_layers="two")
+    refused("'num_hidden_layers'.*int.*two" if FIVE else "two", folder)
+    change(hidden_act="none_such")
+    refused("KeyError: 'none_such'", folder, batch=1, length=8)
+    change(dtype="float8_e4m3fn", torch_dtype="float8_e4m3fn")
+    assert "bfloat16" in refused("float8_e4m3fn' is no dtype of weights", folder, batch=1, length=8).remedy
     change(get_text_config=5)
     refused("config.json", folder, batch=1, length=8)
     change(architectures=5)  # names none, so that the kind's own counts

@@ -53,7 +53,7 @@ def _dtype(config: Any, dtype: torch.dtype | str | None, stored: list[tuple[str,
     floats = (kind for _, kind, _ in stored if kind.is_floating_point and kind.itemsize > 1)
     stated = getattr(config, "dtype", None) or next(floats, torch.float32)  # (4.57 too: torch_dtype is its old name)
     found = getattr(torch, str(stated).removeprefix("torch."), None) if dtype in ("auto", None) else getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize == 1:
         raise Error(f"'{dtype if dtype != 'auto' else stated}' is no dtype of weights", remedy="auto, float32, bfloat16 or float16")
     return found
 

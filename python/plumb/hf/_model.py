@@ -73,7 +73,7 @@ def read_values(folder: str) -> Any:
 def read_config(folder: str) -> Any:
     """Returns the config of a local folder."""
     path, package = os.path.join(folder, "config.json"), transformers()
-    remedy = "a model that transformers itself has; code that lies in folders is never run"
+    remedy = "a config.json as AutoConfig reads it, of a model that transformers itself has; code that lies in folders is never run"
     with _told(f"{path}: transformers {package.__version__} cannot read it", ErrorKind.BadFile, remedy):
         config = package.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for key in vars(config):
@@ -88,13 +88,15 @@ def read_config(folder: str) -> Any:
 
 @contextlib.contextmanager
 def _told(message: str, kind: ErrorKind, remedy: str) -> Iterator[None]:
-    """Turns errors of transformers and torch into a `plumb.Error`, with the first line of their messages."""
+    """Turns errors of transformers and torch into a `plumb.Error`, with the first lines of their messages, to one without a colon."""
     try:
         yield
     except Error:
         raise
     except Exception as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        lines = f"{type(error).__name__}: {error}".splitlines() if isinstance(error, KeyError) else str(error).strip().splitlines()
+        end = next((i for i, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines))
+        said = " ".join(map(str.strip, lines[: end + 1])) or type(error).__name__
         raise Error(f"{message}: {said[:300]}", kind=kind, remedy=remedy) from error
 
 
