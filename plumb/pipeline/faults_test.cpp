@@ -47,6 +47,7 @@ Role fault_role("fault", [] {
   PipelineOptions options;
   options.loss = model.loss;
   options.check_numerics = kind == "nan";
+  options.scale_grads = !faulty || kind != "scale";
   Pipeline pipeline(model.layout, make_schedule(other_schedule ? "GPipe" : "1F1B", group.size(), 4), stages, group,
                     options);
   for (int step = 0; step < 3; step++) {
@@ -197,10 +198,12 @@ TEST(Faults, ALauncherSaysThatARankIsStoppedAndEndsIt) {
   EXPECT_THAT(said, HasSubstr("stopped by a signal"));
 }
 
-TEST(Faults, FindDifferentSchedulesBeforeTheFirstStep) {
-  auto run = run_fault("schedule", 2, 1);
-  EXPECT_THAT(run.errors[0], HasSubstr("different layouts or schedules"));
-  EXPECT_THAT(run.errors[1], HasSubstr("different layouts or schedules"));
+TEST(Faults, FindDifferentSchedulesAndScalesBeforeTheFirstStep) {
+  for (const char* fault : {"schedule", "scale"}) {
+    auto run = run_fault(fault, 2, 1);
+    EXPECT_THAT(run.errors[0], HasSubstr("different layouts or schedules")) << fault;
+    EXPECT_THAT(run.errors[1], HasSubstr("different layouts or schedules")) << fault;
+  }
 }
 
 TEST(Faults, TellTheOthersThatARankCannotStart) {

@@ -19,8 +19,10 @@ namespace {
 
 // Returns the text of everything that all ranks must have alike.
 std::string digest_text(const PipelineSetup& setup) {
-  const int groups = setup.options.gradient_groups;
-  return setup.layout.text() + to_csv(setup.schedule) + (groups > 0 ? str("gradient groups ", groups) : "");
+  const PipelineOptions& o = setup.options;
+  return setup.layout.text() + to_csv(setup.schedule) +
+         str("gradient groups ", o.gradient_groups > 0 ? o.gradient_groups : o.replicas.size(), ", scale_grads ",
+             o.scale_grads, ", average_replicas ", o.average_replicas, "\n");
 }
 
 void check_parts(const std::vector<StageWiring>& wiring, const Schedule& schedule,
@@ -53,7 +55,7 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
                   str("rank ", me, " cannot start: rank ", r, " failed: ", digests[r].substr(1)));
     }
     throw Error(ErrorKind::Communication,
-                str("rank ", me, " and rank ", r, " were given different layouts or schedules"), "",
+                str("rank ", me, " and rank ", r, " were given different layouts or schedules, or other options"), "",
                 "make both from the same model and arguments on every rank");
   }
 }
