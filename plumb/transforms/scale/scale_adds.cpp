@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/residual.h"
@@ -57,6 +58,23 @@ bool is_attention(const Node* node) {
   return name == "_native_multi_head_attention";
 }
 
+// Returns nodes whose results carry a gradient. Nothing passes a detach, a region without gradients, an integer, or an
+// operator that looks at a tensor's shape only.
+std::unordered_set<const Node*> nodes_with_gradient(const Graph& graph, const State& state) {
+  std::unordered_set<const Node*> found;
+  for (const Node* node : graph.nodes()) {
+    bool carries = node->kind() == NodeKind::Placeholder || node->kind() == NodeKind::GetAttr;
+    if (node->is_call() && node->meta().grad_enabled && !node->is_op("aten::detach") && !looks_at_shape_only(*node)) {
+      const auto inputs = node->inputs();
+      carries = std::any_of(inputs.begin(), inputs.end(), [&](const Value* value) {
+        return found.count(value->producer()) && may_be_float(value, state);
+      });
+    }
+    if (carries) found.insert(node);
+  }
+  return found;
+}
+
 class AddScaler {
  public:
   AddScaler(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
@@ -80,8 +98,7 @@ class AddScaler {
       adds.push_back(node);
       if (plain_alpha(node)) candidates.push_back(node);
     }
-    const ResidualAnalysis found = find_residual_adds(
-        graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
+    const ResidualAnalysis found = find_residuals(adds, candidates);
     const std::vector<double> taus = choose_taus(found);
     std::unordered_map<const Node*, size_t> residual;
     for (size_t i = 0; i < found.adds.size(); ++i) residual.emplace(found.adds[i].add, i);
@@ -119,6 +136,29 @@ class AddScaler {
   }
 
  private:
+  // Takes straight-through estimators, x + (q(x) - x).detach(), out of the adds: their values are those of q(x).
+  ResidualAnalysis find_residuals(std::vector<Node*>& adds, std::vector<Node*>& candidates) {
+    auto find = [&] {
+      return find_residual_adds(
+          graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
+    };
+    ResidualAnalysis found = find();
+    const auto carrying = nodes_with_gradient(graph_, module_.state());
+    std::unordered_set<const Node*> estimators;
+    for (const ResidualAdd& r : found.adds) {
+      if (carrying.count(r.residual->producer())) continue;
+      estimators.insert(r.add);
+      report_.add(ReportKind::LeftAlone, r.add, r.add->target(), "",
+                  "one operand is computed from the other without a gradient, as in a straight-through estimator");
+    }
+    if (estimators.empty()) return found;
+    auto drop = [&](std::vector<Node*>& nodes) {
+      std::erase_if(nodes, [&](const Node* node) { return estimators.count(node) > 0; });
+    };
+    drop(adds), drop(candidates);
+    return find();
+  }
+
   // Why an add stays an add; nothing if it is one of two tensors.
   std::optional<std::string> add_obstacle(const Node* node) const {
     if (node->target().ends_with(".Scalar") || !node->args()[0].is_value() || !node->args()[1].is_value())

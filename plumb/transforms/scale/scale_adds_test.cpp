@@ -41,6 +41,30 @@ TEST(ScaleAdds, FindsASkipThatANormCastToTheTypeItHas) {
       << "a cast to another type and a copy stay";
 }
 
+TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
+  // The value of each sum is that of the rounded operand: any factor would let the other one through.
+  for (const char* estimator : {"%q = aten::round(%x) %s = aten::sub.Tensor(%q, %x) %d = aten::detach(%s)",
+                                "%q = aten::round(%x) %d = aten::detach(%q)",
+                                "%v, %i: i64[4, 1] = aten::max.dim(%x, -1, True) %z = aten::zeros_like(%x) "
+                                "%h = aten::scatter.value(%z, -1, %i, 1.0) %e = aten::detach(%x) "
+                                "%d = aten::sub.Tensor(%h, %e)"}) {
+    Report report;
+    const std::string text = after_scaling(std::string(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      )") + estimator + R"(
+      %y = aten::add.Tensor(%x, %d)
+      %r = aten::tanh(%y)
+      %o = aten::add.Tensor(%y, %r)
+      output(%o)
+    })",
+                                           {}, {}, &report);
+    EXPECT_THAT(text, HasSubstr("%y = aten::add.Tensor(%x, %d)")) << estimator;
+    EXPECT_THAT(text, HasSubstr("plumb::residual_split(%y, 0.5)")) << estimator;
+    EXPECT_EQ(report.find(ReportKind::LeftAlone, "y")->reason,
+              "one operand is computed from the other without a gradient, as in a straight-through estimator");
+  }
+}
+
 TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
   // A choice among probabilities, the sharing out of what was chosen, and a mask of what was not.
   for (const char* router : {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",
