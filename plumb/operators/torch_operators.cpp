@@ -23,7 +23,10 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::", "mv", {.contraction = Contraction::product("self", -1, "vec", -1)}},
     {"aten::", "addmv", {.in_place_alike = true, .contraction = Contraction::product("mat", -1, "vec", -1)}},
     {"aten::", "dot", {.contraction = Contraction::product("self", -1, "tensor", -1)}},
-    {"aten::", "inner", {.contraction = Contraction::product("self", -1, "other", -1)}},
+    {"aten::", "inner vdot", {.contraction = Contraction::product("self", -1, "other", -1)}},
+    {"aten::", "linalg_vecdot", {.contraction = Contraction::product("x", -1, "y", -1)}},
+    {"aten::", "_grouped_mm", {.contraction = Contraction::product("self", -1, "mat2", -2)}},
+    {"aten::", "tensordot", {.contraction = {Einsum, {{"self"}, {"other"}}}}},
     {"aten::", "_addmm_activation", {.contraction = Contraction::product("mat1", -1, "mat2", -2)}},
     {"aten::", "addmm", {.in_place_alike = true, .contraction = Contraction::product("mat1", -1, "mat2", -2)}},
     {"aten::", "baddbmm", {.in_place_alike = true, .contraction = Contraction::product("batch1", -1, "batch2", -2)}},
@@ -151,7 +154,7 @@ constexpr OperatorGroup kGroups[] = {
      "_foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign _foreach_sin _foreach_sinh "
      "_foreach_sqrt _foreach_sub _foreach_tan _foreach_tanh _foreach_trunc _foreach_zero _functional_assert_async "
      "_functional_assert_scalar _functional_sym_constrain_range _functional_sym_constrain_range_for_size "
-     "_fused_dropout _fused_rms_norm _grouped_mm _int_mm _is_all_true _is_any_true _is_zerotensor "
+     "_fused_dropout _fused_rms_norm _int_mm _is_all_true _is_any_true _is_zerotensor "
      "_linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd "
      "_log_softmax _log_softmax_backward_data _logcumsumexp _lu_with_info _masked_scale _masked_softmax "
      "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
@@ -193,7 +196,7 @@ constexpr OperatorGroup kGroups[] = {
      "linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp "
      "linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr "
      "linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv "
-     "linalg_tensorsolve linalg_vander linalg_vecdot linalg_vector_norm linear_backward linspace log_normal "
+     "linalg_tensorsolve linalg_vander linalg_vector_norm linear_backward linspace log_normal "
      "log_sigmoid log_sigmoid_backward log_sigmoid_forward log_softmax logaddexp logaddexp2 logcumsumexp logdet "
      "logical_and logical_not logical_or logical_xor logit logit_backward logspace logsumexp lt lu_solve lu_unpack mH "
      "margin_ranking_loss masked_scatter masked_scatter_backward masked_select masked_select_backward matmul_backward "
@@ -228,12 +231,12 @@ constexpr OperatorGroup kGroups[] = {
      "special_spherical_bessel_j0 special_xlog1py special_xlogy special_zeta split_copy split_with_sizes_copy "
      "squeeze_copy stack std std_mean stft storage_offset stride subtract sum svd sym_constrain_range "
      "sym_constrain_range_for_size sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride t_copy take "
-     "take_along_dim tanh_backward tensordot thnn_conv2d threshold_backward tile to_dense topk trace trace_backward "
+     "take_along_dim tanh_backward thnn_conv2d threshold_backward tile to_dense topk trace trace_backward "
      "transpose_copy trapezoid trapz triangular_solve tril_indices triplet_margin_loss triu_indices true_divide "
      "unbind_copy unflatten_dense_tensors unfold_backward unfold_copy uniform unique_consecutive unique_dim "
      "unique_dim_consecutive unsafe_split unsafe_split_with_sizes unsqueeze_copy upsample_bicubic2d "
      "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-     "upsample_trilinear3d value_selecting_reduction_backward vander var var_mean vdot view_as_complex "
+     "upsample_trilinear3d value_selecting_reduction_backward vander var var_mean view_as_complex "
      "view_as_complex_copy view_as_real view_as_real_copy view_copy vsplit vstack zeros zeros_like"},
     {"aten::",
      "abs add addcdiv addcmul addr atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max "

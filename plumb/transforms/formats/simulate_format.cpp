@@ -16,6 +16,12 @@ namespace {
 
 std::string_view bare(std::string_view name) { return name.substr(name.rfind(':') + 1); }
 
+// True for addmm_, baddbmm_ and their like.
+bool writes_a_product(const Node* node) {
+  const std::string_view name = node->is_call() ? node->op_name() : "";
+  return name.ends_with('_') && operator_facts(name.substr(0, name.size() - 1)).contraction;
+}
+
 // Why a product inside this operator is out of reach; nothing if it has none.
 std::optional<std::string> hidden_product(const Node* node) {
   const std::string_view name = node->op_name();
@@ -23,6 +29,11 @@ std::optional<std::string> hidden_product(const Node* node) {
     return "a fused inference operator: capture with gradients enabled";
   if (name.starts_with("plumb::fp8_")) return "it multiplies FP8 already";
   if (name.starts_with("aten::cudnn_") || name.starts_with("aten::mkldnn_")) return "an operator of one library only";
+  if (name == "aten::chain_matmul" || name == "aten::linalg_multi_dot" || name.ends_with("::linalg_matrix_power") ||
+      name == "aten::matrix_power")
+    return "it multiplies several matrices in one operator: write one product after the other, a @ b @ c";
+  if (name == "aten::conv_tbc") return "a convolution over times first: conv1d of the transposed input is rounded";
+  if (writes_a_product(node)) return "it writes in place, and something else sees the memory";
   return std::nullopt;
 }
 
@@ -53,6 +64,9 @@ class Simulator {
 
   bool run() {
     report_unmatched(module_, options_.exclude, report_);
+    bool in_place = false;
+    for (const Node* node : graph_.nodes()) in_place |= writes_a_product(node);
+    if (in_place) find_pass("functionalise").run(module_, {}, nullptr);
     data_ = differentiable_nodes(graph_, state_, /*detached=*/true);
     bool changed = take_recurrent_apart();
     data_.insert(taken_apart_.begin(), taken_apart_.end());

@@ -57,6 +57,40 @@ TEST(SimulateFormat, RoundsInputsAndWeightsForwardAndTheOutputsGradient) {
     })")));
 }
 
+TEST(SimulateFormat, LeavesNoProductUnroundedInSilence) {
+  for (const char* product :
+       {"aten::tensordot(%x, %w, [1], [0])", "aten::linalg_vecdot(%x, %w)", "aten::matmul(%x, %w)"}) {
+    const std::string text = after(
+        std::string(R"(graph { %x: f32[8, 8] = placeholder "x" %w = get_attr "w" %y = )") + product + " output(%y) }",
+        weights({{"w", {8, 8}}}));
+    EXPECT_THAT(text, HasSubstr("(%x_fwd, %w_fwd")) << product;
+    EXPECT_THAT(text, HasSubstr(R"(plumb::simulate_format(%y, "none", "e5m2-RN"))")) << product;
+  }
+  for (const char* hidden : {"aten::linalg_multi_dot([%x, %w, %w])", "aten::chain_matmul([%x, %w, %w])",
+                             "aten::linalg_matrix_power(%w, 3)", "aten::matrix_power(%w, 3)"}) {
+    Report report;
+    after(std::string(R"(graph { %x: f32[8, 8] = placeholder "x" %w = get_attr "w" %y = )") + hidden + " output(%y) }",
+          weights({{"w", {8, 8}}}), nearest(), &report);
+    const ReportEntry* entry = report.find(ReportKind::LeftAlone, "y");
+    ASSERT_TRUE(entry) << hidden;
+    EXPECT_THAT(entry->reason, HasSubstr("a @ b @ c")) << hidden;
+  }
+}
+
+TEST(SimulateFormat, RoundsProductsThatAreWrittenInPlaceWhereNobodySeesIt) {
+  const std::string sum = " %y: f32[8, 8] = aten::addmm_(%h, %x, %w) output(%y) }";
+  EXPECT_THAT(after(R"(graph { %x: f32[8, 8] = placeholder "x" %w: f32[8, 8] = get_attr "w"
+      %h: f32[8, 8] = aten::tanh(%x))" +
+                        sum,
+                    weights({{"w", {8, 8}}})),
+              HasSubstr("aten::addmm(%h, %x_fwd, %w_fwd)"));
+  Report report;
+  after(R"(graph { %x: f32[8, 8] = placeholder "x" %h: f32[8, 8] = placeholder "h" %w: f32[8, 8] = get_attr "w")" + sum,
+        weights({{"w", {8, 8}}}), nearest(), &report);
+  ASSERT_TRUE(report.find(ReportKind::LeftAlone, "y"));
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "y")->reason, HasSubstr("something else sees the memory"));
+}
+
 TEST(SimulateFormat, ARunKeepsAQuarterOfWhatProductsSave) {
   PLUMB_SKIP_IF_ALL_IS_KEPT();
   State state;
