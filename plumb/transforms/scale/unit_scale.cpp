@@ -8,6 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/passes/layouts.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/parameter_scaling.h"
@@ -30,6 +31,14 @@ bool is_norm_spelled_out(const Node* node) {
       return false;
   }
   return false;
+}
+
+// True if the result, which may share memory with an input, has its values. Products and dropout of whole channels may
+// return an input too, but compute.
+bool only_views(const Node* node) {
+  const OperatorFacts& facts = operator_facts(node->target());
+  return node->result_aliases_input() && !facts.contraction && facts.draws_if.empty() &&
+         !node->is_op("aten::chain_matmul");
 }
 
 class UnitScaler {
@@ -213,7 +222,7 @@ class UnitScaler {
     if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.count(node)) return;
     std::string_view name = node->op_name();
     const bool custom = name == "plumb::python_function";
-    if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || node->result_aliases_input())) return;
+    if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || only_views(node))) return;
     if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
     report_.add(ReportKind::LeftAlone, node, node->target(), "",
                 custom ? "a custom autograd function: it computes what it did" : why_without_equivalent(node));

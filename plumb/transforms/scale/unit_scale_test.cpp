@@ -208,6 +208,17 @@ TEST(UnitScale, SaysWhatItLeavesAlone) {
   EXPECT_EQ(report.find(ReportKind::LeftAlone, "v"), nullptr) << "a view changes no scale";
 }
 
+TEST(UnitScale, SaysThatItLeavesProductsAndDropoutAloneThatMayReturnAnInput) {
+  for (const char* call : {"aten::einsum(\"ij,kj->ik\", [%x, %x])", "aten::chain_matmul([%x, %x, %x])",
+                           "aten::feature_dropout(%x, 0.5, True)", "aten::alpha_dropout(%x, 0.5, True)"}) {
+    Report report;
+    after_scaling(std::string(R"(graph { %x: f32[4, 4] = placeholder "x" %y = )") + call + " output(%y) }", {}, {},
+                  &report);
+    ASSERT_TRUE(report.find(ReportKind::LeftAlone, "y")) << call;
+    EXPECT_EQ(report.find(ReportKind::LeftAlone, "y")->reason, "no unit-scaled equivalent");
+  }
+}
+
 TEST(UnitScale, AnswersUnchangedForAGraphWithNothingToScale) {
   auto module = module_of(R"(graph { %x: f32[2] = placeholder "x" %y = aten::neg(%x) output(%y) })");
   const std::string before = to_string(module->graph());
