@@ -48,6 +48,30 @@ def test_an_operator_is_scaled_however_it_is_written(operator):
         assert operator in [n.target for n in nodes_of(model)]
 
 
+def test_a_linear_layer_of_a_vector_or_with_a_broadcast_bias_stays_what_it_is():
+    for function in (
+        lambda x, w: F.linear(x, w[0]), lambda x, w: F.linear(x, w, w[:1]), lambda x, w: F.linear(x, w, w[0, :1]),
+        lambda x, w: F.linear(x, w, w[0, 0]),
+    ):  # fmt: skip
+        plain = Written(function)
+        model = unit_scale(plain)
+        x = torch.randn(4, 4)
+        assert torch.equal(model(x), plain(x))
+        left = {e["node"]: e["reason"] for e in report(model)[0]["entries"] if e["kind"] == "left_alone"}
+        assert "vector" in left["linear"]
+
+
+def test_a_straight_through_estimator_keeps_its_value():
+    for estimate in (
+        lambda z, _: z + (z.round() - z).detach(),
+        lambda z, _: z.round().detach() + z - z.detach(),
+        lambda z, _: F.gumbel_softmax(z, hard=True).detach() + z - z.detach(),
+    ):
+        model = unit_scale(Written(estimate))
+        values = model(torch.randn(4, 4))
+        assert torch.allclose(values, values.round(), atol=1e-6)
+
+
 def test_residual_layers_behind_a_sum_of_embeddings_are_found():
     class Model(nn.Module):
         def __init__(self):

@@ -103,6 +103,12 @@ int64_t head_size(const Node* node) {
   return query && query->meta() && !query->meta()->sizes.empty() ? query->meta()->sizes.back() : 0;
 }
 
+// Returns the sizes of an argument, where it is a tensor whose sizes are known.
+std::optional<std::vector<int64_t>> sizes_of_argument(const Node* node, std::string_view name) {
+  const Value* value = node->arg(name).value();
+  return value && value->meta() ? std::optional(value->meta()->sizes) : std::nullopt;
+}
+
 Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   // addmm's matrix is (in, out), a linear's weight (out, in): usually it is a transposed one already.
   Value* value = arg.value();
@@ -153,6 +159,12 @@ std::optional<std::string> why_not(const Node* node) {
   const std::string_view name = node->op_name();
   if (node->target().ends_with(".out") || node->target().ends_with("_out")) return "it writes into a given tensor";
   if (node->target() == "aten::softmax.Dimname") return "it names its dimension";
+  if (name == "aten::linear") {
+    const auto weight = sizes_of_argument(node, "weight"), bias = sizes_of_argument(node, "bias");
+    if (weight && weight->size() != 2) return "its weight is a vector, and the unit-scaled one takes a matrix";
+    if (bias && (bias->size() != 1 || (weight && bias->front() != weight->front())))
+      return "what it adds is no bias vector";
+  }
   if (name == "aten::addmm") {
     if (!is_one(node, "alpha") || !is_one(node, "beta")) return "its alpha or beta is not 1";
     if (!node->arg("mat2").is_value() || !node->arg("self").is_value()) return "an operand is a number";
