@@ -1,7 +1,6 @@
 """Pipeline parallelism: cuts, stages, schedules and the runtime, under the names of ``torch.distributed.pipelining``."""
 
 # ruff: noqa: F403, F405
-from . import schedules
 from ._IR import (
     CutPipe,
     LossWrapper,
@@ -30,8 +29,23 @@ __all__ = [
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSequential",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "PipelineStage",
     "Plan",
+    "Schedule1F1B",
+    "ScheduleDualPipe",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleTable",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
     "SplitPoint",
     "StagePolicy",
     "TensorChunkSpec",
@@ -39,11 +53,12 @@ __all__ = [
     "annotate_split_points",
     "build_stage",
     "deserialize_stage",
+    "get_schedule_class",
     "pipe_split",
     "pipeline",
     "plan",
     "scatter_stages",
+    "search_schedule",
     "split_into_equal_size",
     "split_on_size_threshold",
 ]
-__all__ += schedules.__all__
