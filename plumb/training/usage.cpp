@@ -70,8 +70,8 @@ double memory_of_process(c10::Device device) {
 void refuse_folder(const std::string& file) {
   std::error_code failed;
   if (!std::filesystem::is_directory(file, failed)) return;
-  throw UsageError("FILE " + file + ": is a folder, and no program",
-                   "a .pt2 file; plumb import FOLDER -o model.pt2 makes one of a folder of transformers");
+  throw Error(ErrorKind::BadFile, file + ": is a folder, and no program", "",
+              "name a .pt2 file; plumb import FOLDER -o model.pt2 makes one of a folder of transformers");
 }
 
 std::string type_text(const std::optional<TensorMeta>& meta) { return meta ? type_text(*meta) : "?"; }

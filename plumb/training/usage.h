@@ -51,7 +51,7 @@ c10::IValue load_tensor_file(const std::string& path);
 void check_writable(const std::vector<std::pair<std::string, std::string>>& outputs,
                     const std::vector<std::string>& inputs = {});
 
-// Throws UsageError for a folder in the place of a program's file.
+// Throws Error(BadFile) for a folder in the place of a program's file.
 void refuse_folder(const std::string& file);
 
 // Returns "f32[2, 3]", with symbols where a dimension has one.

@@ -290,7 +290,8 @@ class Liar {
   void tell(const std::string& lie) {
     const auto model = test_model("skip", 2);
     const auto schedule = make_schedule("1F1B", 2, 4);
-    transport_.exchange(model.layout.text() + to_csv(compute_only(schedule)));
+    transport_.exchange(model.layout.text() + to_csv(compute_only(schedule)) +
+                        "gradient groups 1, scale_grads 1, average_replicas 0\n");
     for (int i : {0, 1}) transport_.exchange("");  // on a host of its own
     transport_.exchange("[]");                     // its parameters
     transport_.exchange("{}");                     // and their values
