@@ -179,6 +179,19 @@ TEST_F(Audits, AndRecordersKeepTheOrderOfAGradientsSumOverStages) {
   }
 }
 
+TEST_F(Audits, AreNoPartOfWhatIsRecorded) {
+  std::ofstream(folder() / "rules.toml") << "every = 1\n[[rule]]\nstatistics = [\"std\"]\n";
+  const std::string run =
+      job() + "--data-parallel 2 --microbatches 2 --gradient-groups 2 --max-restarts 1 --record rules.toml ";
+  ASSERT_EQ(plumb(run + "--history alone.history").code, 0);
+  ASSERT_EQ(plumb(run + "--history audited.history --audit --audit-every 1").code, 0);
+  python(
+      "import plumb\n"
+      "frames = [plumb.read_history(name + '.history').to_dataframe('std') for name in ('alone', 'audited')]\n"
+      "rows = [sorted(map(str, f[['step', 'name', 'direction', 'std']].itertuples(index=False))) for f in frames]\n"
+      "assert len(rows[0]) > 0 and rows[0] == rows[1]\n");
+}
+
 TEST_F(Audits, ARankThatComputesWrongIsFoundByAnother) {
   const std::string run = job() + "--stages 2 ";
   const Ended whole = plumb(run + "--save whole.pt2");

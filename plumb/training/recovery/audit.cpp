@@ -348,7 +348,12 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
   if (!stage) {
     const auto made = make_stages(o_, job_, choice.rank % job_.schedule.num_ranks());
     const auto& graph = static_cast<GraphStage&>(*made.at(choice.stage));
-    stage = std::make_shared<AuditedStage>(derive(*graph.module()), job_.pipe->table(), choice.stage);
+    const auto copy = derive(*graph.module());
+    // A recorder that is attached to this rank's own stage measures the training alone.
+    for (Node* node : copy->graph().nodes()) {
+      if (node->is_op("plumb::track") || node->is_op("plumb::track_rounded")) node->set_arg("tracker", int64_t{0});
+    }
+    stage = std::make_shared<AuditedStage>(copy, job_.pipe->table(), choice.stage);
   }
   const auto copied = copies_->model_of(choice.rank, now_ - 2);
   std::vector<std::pair<std::string, at::Tensor>> weights;
