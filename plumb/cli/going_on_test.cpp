@@ -55,6 +55,17 @@ TEST_F(GoingOn, ALostRankLosesNothingWhereTiedWeightsAreCutApartAndEvaluated) {
   }
 }
 
+TEST_F(GoingOn, APipelineThatIsLeftAloneEvaluatesTheSameRows) {
+  const std::string run = job() +
+                          "--data-parallel 2 --microbatches 2 --eval-data tokens.bin --eval-every 1 --eval-batches 1 "
+                          "--checkpoints run ";
+  const auto wanted = values(plumb(run), "eval_loss");
+  fs::remove_all(folder() / "run");
+  const Ended recut = plumb(run + "--max-restarts 1 --recut --inject 'kill rank 1 at 0F1 of step 3'");
+  EXPECT_EQ(values(recut, "restart").size(), 1u) << recut.err;
+  EXPECT_EQ(values(recut, "eval_loss"), wanted);
+}
+
 TEST_F(GoingOn, AStopSignalToOneRankStopsAllAndTheExitCodeSaysSo) {
   std::ofstream(folder() / "one.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kSignalToOne;
   const std::string train = base() + "--steps 3000 --stages 2 --checkpoints run";

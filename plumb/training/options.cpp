@@ -128,7 +128,8 @@ std::vector<TrainField> step_fields() {
       {"eval-targets", &O::eval_targets, "The targets of --eval-data"},
       field("eval-every", &O::eval_every, "Evaluate each time so many steps are done; 0: at the end only",
             whole_number(0)),
-      field("eval-batches", &O::eval_batches, "So many batches of --eval-data each time; 0: all of it",
+      field("eval-batches", &O::eval_batches,
+            "So many batches of --eval-data each time, each of the microbatches of all pipelines; 0: all of it",
             whole_number(0)),
   };
 }

@@ -48,7 +48,9 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
     : options_(options), job_(job), samples_(samples), world_(world), groups_(groups) {
   rows_ = std::max<int64_t>(1, job.rows / parts_of_step(options));
   units_ = options.loss == "output" ? samples.rows() / rows_ : (samples.rows() + rows_ - 1) / rows_;
-  if (options.eval_batches > 0) units_ = std::min(units_, options.eval_batches * options.microbatches);
+  // Parts of all pipelines, so that --recut and other --data-parallel evaluate the same rows.
+  if (options.eval_batches > 0)
+    units_ = std::min(units_, options.eval_batches * options.microbatches * options.replicas);
   if (units_ == 0) {
     throw UsageError(
         c10::str("--eval-data ", options.eval_data, ": has ", samples.rows(), " rows, a microbatch ", rows_),
