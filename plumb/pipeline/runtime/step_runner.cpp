@@ -110,7 +110,7 @@ StepRunner::StepRunner(PipeTable layout, const Schedule& schedule,
   const int groups = setup_.groups_here();
   for (auto& [index, local] : runner_.stages) {
     local.gradients = make_accumulator(index, shared_indices[index]);
-    if (groups * setup_.options.replicas.size() == 1) continue;
+    if (groups * setup_.options.replicas.size() == 1 && !other_rank_of(index)) continue;
     buffers[index] = local.function->written_buffers();
     local.buffers = std::make_unique<GroupBuffers>(buffers[index], groups, setup_.schedule.num_microbatches);
   }
@@ -155,8 +155,26 @@ std::vector<AgreedValue> StepRunner::agreed_with(const CopyGroup& group) const {
   return agreed;
 }
 
-// Sums the gradients of shared parameters over their copies.
-void StepRunner::sum_tied_gradients(const RunPlan& plan) {
+// Returns the rank on which a two-way table runs the stage's other microbatches.
+std::optional<int> StepRunner::other_rank_of(int stage) const {
+  const Placement& placement = setup_.schedule.placement;
+  if (placement.reverse_ranks.empty()) return std::nullopt;
+  return placement.ranks[stage] == setup_.rank ? placement.reverse_ranks[stage] : placement.ranks[stage];
+}
+
+// Returns the buffers of the stages that `peer` runs, too, each with its stage.
+std::vector<std::pair<int, at::Tensor*>> StepRunner::buffers_with(int peer, std::map<int, Tensors>& buffers) const {
+  std::vector<std::pair<int, at::Tensor*>> found;
+  for (auto& [stage, values] : buffers) {
+    if (other_rank_of(stage) != peer) continue;
+    for (at::Tensor& value : values) found.emplace_back(stage, &value);
+  }
+  return found;
+}
+
+// Sums the gradients of shared parameters over their copies, and `buffers` over the two ranks of a stage: whole numbers
+// are those of the first microbatches.
+void StepRunner::sum_copies(const RunPlan& plan, std::map<int, Tensors>& buffers) {
   if (shared_.groups.empty()) return;
   std::map<std::pair<int, const ParameterCopy*>, Tensors> foreign;
   for (size_t i = 0; i < plan.messages.sends.size(); i++) {
@@ -167,6 +185,7 @@ void StepRunner::sum_tied_gradients(const RunPlan& plan) {
       for (const at::Tensor& g : runner_.stages.at(c->local_stage).gradients->group_gradients(c->index))
         values.push_back({g, false});
     }
+    for (const auto& [stage, buffer] : buffers_with(m.peer, buffers)) values.push_back({*buffer, false});
     transport_.send(static_cast<int>(i), values);
   }
   for (size_t i = 0; i < plan.messages.receives.size(); i++) {
@@ -175,9 +194,21 @@ void StepRunner::sum_tied_gradients(const RunPlan& plan) {
     const auto copies = copies_for_peer(shared_, m.peer, setup_.rank);
     std::vector<AgreedValue> agreed;
     for (const auto& [group, c] : copies) std::ranges::copy(agreed_with(*group), std::back_inserter(agreed));
+    const size_t gradients = agreed.size();
+    const auto own = buffers_with(m.peer, buffers);
+    for (const auto& [stage, buffer] : own)
+      agreed.push_back({AgreedValue::Comes::Always, buffer->scalar_type(), buffer->sizes().vec()});
     const auto values = transport_.receive(static_cast<int>(i), "the end of the step", agreed).values;
-    for (size_t k = 0; k < values.size(); k++)
-      foreign[{m.peer, copies[k * copies.size() / values.size()].second}].push_back(values[k].tensor);
+    for (size_t k = 0; k < gradients; k++)
+      foreign[{m.peer, copies[k * copies.size() / gradients].second}].push_back(values[k].tensor);
+    for (size_t k = 0; k < own.size(); k++) {
+      const auto& [stage, buffer] = own[k];
+      const at::Tensor theirs = values[gradients + k].tensor.to(buffer->device());
+      if (buffer->is_floating_point())
+        *buffer = *buffer + theirs;
+      else if (setup_.schedule.placement.rank_of(stage, 0) == m.peer)
+        *buffer = theirs;
+    }
   }
   at::NoGradGuard no_grad;
   for (const auto& group : shared_.groups) {
@@ -297,12 +328,12 @@ void StepRunner::run_row(const RunPlan& plan) {
 
 // The end of a training step: sums over copies and replicas, and the mean.
 void StepRunner::finish_gradients(StepResult& done) {
-  sum_tied_gradients(train_plan_);
-  for (auto& [s, stage] : runner_.stages) actions_.reduce_by_hook(s);
   std::map<int, Tensors> buffers;
   for (auto& [s, stage] : runner_.stages) {
     if (stage.buffers) buffers[s] = stage.buffers->sums();
   }
+  sum_copies(train_plan_, buffers);
+  for (auto& [s, stage] : runner_.stages) actions_.reduce_by_hook(s);
   if (replicas_) {
     std::map<int, GradientAccumulator*> accumulators;
     for (auto& [s, stage] : runner_.stages) accumulators.emplace(s, stage.gradients.get());
@@ -317,7 +348,8 @@ void StepRunner::finish_gradients(StepResult& done) {
     }
   }
   const int groups = setup_.groups_here() * setup_.options.replicas.size();
-  for (const auto& [s, values] : buffers) runner_.stages.at(s).buffers->finish_step(values, groups);
+  for (const auto& [s, values] : buffers)
+    runner_.stages.at(s).buffers->finish_step(values, groups * (other_rank_of(s) ? 2 : 1));
   if (setup_.options.record_timeline) done.timeline = actions_.timeline;
   const bool mean = setup_.options.scale_grads || setup_.options.average_replicas;
   const int parts =

@@ -3,6 +3,8 @@
 
 #include <map>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "plumb/core/str.h"
@@ -33,7 +35,9 @@ class StepRunner {
   void begin(bool train, StepBatch batch, int64_t rows_of_all);
   void run_row(const RunPlan& plan);
   std::vector<AgreedValue> agreed_with(const CopyGroup& group) const;
-  void sum_tied_gradients(const RunPlan& plan);
+  std::optional<int> other_rank_of(int stage) const;
+  std::vector<std::pair<int, at::Tensor*>> buffers_with(int peer, std::map<int, Tensors>& buffers) const;
+  void sum_copies(const RunPlan& plan, std::map<int, Tensors>& buffers);
   void finish_gradients(StepResult& done);
   StepResult result();
 
