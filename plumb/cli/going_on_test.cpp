@@ -66,6 +66,19 @@ TEST_F(GoingOn, APipelineThatIsLeftAloneEvaluatesTheSameRows) {
   EXPECT_EQ(values(recut, "eval_loss"), wanted);
 }
 
+TEST_F(GoingOn, ARunOfWhichNothingKeepsTheWeightsEndsWithAnError) {
+  for (const char* layout : {"", "--stages 2 "}) {
+    const std::string run =
+        std::string("trap '' XFSZ; ulimit -f 8; " PLUMB_COMMAND " ") + base() + layout + "--steps 3 ";
+    const Ended lost = shell(run + "--checkpoints run");
+    EXPECT_EQ(lost.code, 1) << layout << lost.err;
+    EXPECT_NE(lost.err.find("the checkpoint of step 3 was not written, and nothing else keeps the weights"),
+              std::string::npos)
+        << layout << lost.err;
+    fs::remove_all(folder() / "run");
+  }
+}
+
 TEST_F(GoingOn, AStopSignalToOneRankStopsAllAndTheExitCodeSaysSo) {
   std::ofstream(folder() / "one.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kSignalToOne;
   const std::string train = base() + "--steps 3000 --stages 2 --checkpoints run";

@@ -291,6 +291,8 @@ void Trainer::Run::run_steps() {
   if (session_) share_numbers(ranks_.world, each, through);
   if (ranks_.is_first() && stopped_by == 0)
     release_spares(ranks_.everyone, ranks_.everyone.size() - ranks_.world.size());
+  const bool kept_elsewhere = !o_.save.empty() || !o_.save_hf.empty() || o_.file.empty();
+  if (checkpoints_ && !kept_elsewhere && o_.replay == 0) checkpoints_->require_last();
 }
 
 // Writes what the options ask for, weights before pictures.

@@ -282,6 +282,14 @@ void RunCheckpoints::wait() {
   if (writer_) writer_->wait();
 }
 
+void RunCheckpoints::require_last() const {
+  if (world_.rank() != 0 || !writer_->problem()) return;
+  throw Error(ErrorKind::CannotWrite,
+              options_.checkpoints + ": the checkpoint of step " + std::to_string(last_saved_) +
+                  " was not written, and nothing else keeps the weights",
+              "", "make room there and run the same command again: it goes on from the last checkpoint that is whole");
+}
+
 void RunCheckpoints::abandon() {
   if (!writer_) return;
   // A rank that has raised, and is not dead, ends its part like the others.
