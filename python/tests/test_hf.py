@@ -375,3 +375,17 @@ def test_a_record_from_anywhere_is_checked():
         with pytest.raises(plumb.Error) as caught:
             hf.Weights(text, "")
         assert caught.value.kind is plumb.ErrorKind.BadFile, text
+
+
+def test_a_model_that_takes_more_than_token_ids_says_how_it_is_given_them(tmp_path):
+    part = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.CLIPConfig(
+        text_config=dict(part, vocab_size=50, max_position_embeddings=8),
+        vision_config=dict(part, image_size=8, patch_size=4),
+        projection_dim=8,
+    )
+    config.architectures = ["CLIPModel"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(plumb.Error, match="CLIPModel cannot be captured") as caught:
+        hf.load(tmp_path)
+    assert "inputs={...} where the model takes more than 'input_ids'" in caught.value.remedy

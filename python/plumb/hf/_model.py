@@ -290,7 +290,10 @@ def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], b
     on_meta = copy.deepcopy(model).to("meta")
     inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), inputs)
     alone = list(inputs) == [model.main_input_name]  # by position, where raw tokens and `plumb run --input` find it
-    remedy = "transformers 5 for a mixture of experts; else load it with from_pretrained, and plumb.capture it with its weights"
+    remedy = (
+        f"inputs={{...}} where the model takes more than '{', '.join(inputs)}'; transformers 5 for a mixture of experts; "
+        "else load it with from_pretrained, and plumb.capture it with its weights"
+    )
     with (
         _told(f"{type(model).__name__} cannot be captured without weights", ErrorKind.Capture, remedy),
         _quiet(), _nothing_remembered(), _positions_in_order(inputs), _grouped_products(), _SaysCpu(),
