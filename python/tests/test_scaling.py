@@ -85,6 +85,12 @@ def test_cross_entropy_has_torchs_value_for_every_option():
         torch.testing.assert_close(got, F.cross_entropy(2 * x, target, **options))
 
 
+def test_values_of_another_width_leave_the_logits_alone():
+    q, k, v = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 16)
+    ratios = U.scaled_dot_product_attention(q, k, v) / F.scaled_dot_product_attention(q, k, v, scale=1 / 8)
+    torch.testing.assert_close(ratios, ratios[0, 0, 0].expand_as(ratios))
+
+
 def test_dropout_leaves_evaluation_alone():
     x = leaf(10)
     assert U.dropout(x, 0.5, training=False) is x
