@@ -139,7 +139,10 @@ bool may_be_float(const Value* value, const State& state) {
   return !dtype || at::isFloatingType(*dtype);
 }
 
-std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state, bool detached) {
+bool is_detach(const Node& node) { return node.is_op("aten::detach"); }
+
+std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
+                                                     bool (*stops)(const Node&)) {
   std::unordered_set<const Node*> found;
   for (const Node* node : graph.nodes()) {
     bool flows = false;
@@ -148,7 +151,7 @@ std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const S
     } else if (node->kind() == NodeKind::GetAttr) {
       const Attr* attr = state.find(node->target());
       flows = attr && attr->kind == AttrKind::Parameter && may_be_float(node->result(), state);
-    } else if (detached || !node->is_op("aten::detach")) {
+    } else if (!stops(*node)) {
       for (size_t i = 0; i < node->num_inputs() && !flows; ++i) {
         flows = found.count(node->input(i)->producer()) && may_be_float(node->input(i), state);
       }

@@ -53,9 +53,11 @@ std::vector<int64_t> sizes_of(const Value* value, const State& state);
 // Returns false only if the dtype is known and is no floating-point one.
 bool may_be_float(const Value* value, const State& state);
 
-// Returns nodes that a gradient can flow through: with a floating input or a parameter among their ancestors. With
-// `detached`, also those that are computed from such a node behind a detach.
-std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state, bool detached = false);
+bool is_detach(const Node& node);
+// Returns nodes that a gradient can flow through: with a floating input or a parameter among their ancestors, and no
+// node between of which `stops` holds.
+std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
+                                                     bool (*stops)(const Node&) = is_detach);
 
 // Returns nodes that depend on parameters or floating-point buffers (perhaps on constants too) but on no input, with
 // the name of one such tensor: a weight made by spectral_norm or another parametrization.

@@ -67,7 +67,7 @@ class Simulator {
     bool in_place = false;
     for (const Node* node : graph_.nodes()) in_place |= writes_a_product(node);
     if (in_place) find_pass("functionalise").run(module_, {}, nullptr);
-    data_ = differentiable_nodes(graph_, state_, /*detached=*/true);
+    data_ = differentiable_nodes(graph_, state_, [](const Node&) { return false; });  // behind a detach, too
     bool changed = take_recurrent_apart();
     data_.insert(taken_apart_.begin(), taken_apart_.end());
     for (Node* node : graph_.nodes()) {

@@ -58,21 +58,9 @@ bool is_attention(const Node* node) {
   return name == "_native_multi_head_attention";
 }
 
-// Returns nodes whose results carry a gradient. Nothing passes a detach, a region without gradients, an integer, or an
-// operator that looks at a tensor's shape only.
-std::unordered_set<const Node*> nodes_with_gradient(const Graph& graph, const State& state) {
-  std::unordered_set<const Node*> found;
-  for (const Node* node : graph.nodes()) {
-    bool carries = node->kind() == NodeKind::Placeholder || node->kind() == NodeKind::GetAttr;
-    if (node->is_call() && node->meta().grad_enabled && !node->is_op("aten::detach") && !looks_at_shape_only(*node)) {
-      const auto inputs = node->inputs();
-      carries = std::any_of(inputs.begin(), inputs.end(), [&](const Value* value) {
-        return found.count(value->producer()) && may_be_float(value, state);
-      });
-    }
-    if (carries) found.insert(node);
-  }
-  return found;
+// Returns whether a node passes no gradient on: a detach, a region without gradients, a look at a tensor's shape.
+bool stops_gradient(const Node& node) {
+  return is_detach(node) || (node.is_call() && !node.meta().grad_enabled) || looks_at_shape_only(node);
 }
 
 class AddScaler {
@@ -143,7 +131,7 @@ class AddScaler {
           graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
     };
     ResidualAnalysis found = find();
-    const auto carrying = nodes_with_gradient(graph_, module_.state());
+    const auto carrying = differentiable_nodes(graph_, module_.state(), stops_gradient);
     std::unordered_set<const Node*> estimators;
     for (const ResidualAdd& r : found.adds) {
       if (carrying.count(r.residual->producer())) continue;
