@@ -158,7 +158,7 @@ std::vector<AgreedValue> StepRunner::agreed_with(const CopyGroup& group) const {
 // Returns the rank on which a two-way table runs the stage's other microbatches.
 std::optional<int> StepRunner::other_rank_of(int stage) const {
   const Placement& placement = setup_.schedule.placement;
-  if (placement.reverse_ranks.empty()) return std::nullopt;
+  if (placement.reverse_ranks.empty() || placement.reverse_ranks[stage] == placement.ranks[stage]) return std::nullopt;
   return placement.ranks[stage] == setup_.rank ? placement.reverse_ranks[stage] : placement.ranks[stage];
 }
 
