@@ -43,6 +43,7 @@ struct DiffTensor {
 };
 
 enum class DiffKind : uint8_t { Value, Gradient, GradientSum, AfterStep, OptimizerState };
+// Returns what a history's tensor is, or its gradient.
 DiffKind kind_of(const HistoryTensor& tensor, bool backward);
 
 struct Difference {

@@ -122,8 +122,9 @@ class Guards:
         if (kind, id(holder), key) in self._known:
             return False
         self._known.add((kind, id(holder), key))
-        contents = _contents(expected, []) if kind in (ITEM, ATTRIBUTE, CELL) else []
-        follows = kind in (ITEM, ATTRIBUTE, CELL) and not any(id(c) in skipped for c in contents[::2])
+        follows = kind in (ITEM, ATTRIBUTE, CELL)
+        contents = _contents(expected, []) if follows else []
+        follows = follows and not any(id(c) in skipped for c in contents[::2])
         self.entries.append((kind, holder, key, expected, tuple(contents) if follows else ()))
         self._frozen.append(_frozen(expected) if follows else _Same(expected))
         self.names.append(name)
