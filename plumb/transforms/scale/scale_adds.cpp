@@ -113,9 +113,7 @@ class AddScaler {
         const bool inside = found.inside.count(add);
         made = graph_.call(kAdd, {add->input(0), add->input(1), add->arg("alpha")});
         if (!inside) made->set_arg("constraint", std::nullopt);
-        report_.add(ReportKind::Replaced, add, add->target(), kAdd,
-                    plain_alpha(add) ? (inside ? "inside a residual branch" : "")
-                                     : "its alpha is not 1: not taken for a residual add");
+        report_.add(ReportKind::Replaced, add, add->target(), kAdd, why_no_residual(add, inside));
       }
       replace_and_name(graph_, add, made);
       done_.changed = true;
@@ -124,7 +122,9 @@ class AddScaler {
   }
 
  private:
-  // Takes straight-through estimators, x + (q(x) - x).detach(), out of the adds: their values are those of q(x).
+  // Takes out of the adds straight-through estimators, x + (q(x) - x).detach(), whose values are those of q(x); and out
+  // of the candidates sums of a stream with what was added to it before, as position embeddings in every layer of DETR
+  // are: the stream is computed from them, but goes on without this sum.
   ResidualAnalysis find_residuals(std::vector<Node*>& adds, std::vector<Node*>& candidates) {
     auto find = [&] {
       return find_residual_adds(
@@ -132,18 +132,28 @@ class AddScaler {
     };
     ResidualAnalysis found = find();
     const auto carrying = differentiable_nodes(graph_, module_.state(), stops_gradient);
+    std::unordered_map<const Node*, const Value*> branch_of;
+    for (const ResidualAdd& r : found.adds) branch_of.emplace(r.add, r.residual);
+    auto goes_on = [&](const Value* value) {
+      const auto& uses = value->uses();
+      return std::any_of(uses.begin(), uses.end(), [&](const Use& use) {
+        auto it = branch_of.find(use.user);
+        return use.user->is_call() && carrying.count(use.user) && (it == branch_of.end() || it->second != value);
+      });
+    };
     std::unordered_set<const Node*> estimators;
     for (const ResidualAdd& r : found.adds) {
-      if (carrying.count(r.residual->producer())) continue;
+      if (carrying.count(r.residual->producer())) {
+        if (goes_on(r.residual)) added_again_.insert(r.add);
+        continue;
+      }
       estimators.insert(r.add);
       report_.add(ReportKind::LeftAlone, r.add, r.add->target(), "",
                   "one operand is computed from the other without a gradient, as in a straight-through estimator");
     }
-    if (estimators.empty()) return found;
-    auto drop = [&](std::vector<Node*>& nodes) {
-      std::erase_if(nodes, [&](const Node* node) { return estimators.count(node) > 0; });
-    };
-    drop(adds), drop(candidates);
+    if (estimators.empty() && added_again_.empty()) return found;
+    std::erase_if(adds, [&](const Node* node) { return estimators.count(node) > 0; });
+    std::erase_if(candidates, [&](const Node* node) { return estimators.count(node) || added_again_.count(node); });
     return find();
   }
 
@@ -170,6 +180,13 @@ class AddScaler {
   static bool plain_alpha(const Node* node) {
     const Arg* alpha = node->try_arg("alpha");
     return alpha && number_of(*alpha) == 1.0;
+  }
+
+  const char* why_no_residual(const Node* add, bool inside) const {
+    if (!plain_alpha(add)) return "its alpha is not 1: not taken for a residual add";
+    if (added_again_.count(add))
+      return "one operand is computed from the other and used elsewhere too: no residual add";
+    return inside ? "inside a residual branch" : "";
   }
 
   std::vector<double> choose_taus(const ResidualAnalysis& found) const {
@@ -233,6 +250,7 @@ class AddScaler {
   const std::unordered_set<const Node*>& keep_;
   Report& report_;
   const std::unordered_set<const Node*> differentiable_;
+  std::unordered_set<const Node*> added_again_;  // sums of a stream with what it was computed from
   ScaledAdds done_;
 };
 

@@ -65,6 +65,29 @@ TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
   }
 }
 
+TEST(ScaleAdds, TakeNoSumOfAStreamWithAPositionEmbeddingForAResidualLayer) {
+  // Every layer of DETR adds the same embedding to the queries, and the stream goes on without it: as a branch it would
+  // be weighed by tau, and the queries would be the embedding alone.
+  Report report;
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %p: f32[4, 8] = placeholder "pos"
+      %q = aten::add.Tensor(%x, %p)
+      %f = aten::gelu(%q)
+      %y = aten::add.Tensor(%x, %f)
+      %q2 = aten::add.Tensor(%y, %p)
+      %f2 = aten::gelu(%q2)
+      %z = aten::add.Tensor(%y, %f2)
+      output(%z, %f2)
+    })",
+                                         {}, {}, &report);
+  EXPECT_THAT(text, HasSubstr("%q2 = plumb::add(%y_branch, %p)"));
+  EXPECT_THAT(text, HasSubstr("%y = plumb::residual_add(%f, %x_skip, 0.5)"));
+  EXPECT_THAT(text, HasSubstr("%z = plumb::residual_add(%f2, %y_skip, 0.5)")) << "an output is no other use";
+  EXPECT_EQ(report.find(ReportKind::Replaced, "q2")->reason,
+            "one operand is computed from the other and used elsewhere too: no residual add");
+}
+
 TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
   // A choice among probabilities, the sharing out of what was chosen, and a mask of what was not.
   for (const char* router : {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",
