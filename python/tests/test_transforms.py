@@ -93,6 +93,40 @@ def test_simulate_fp8_rounds_and_keeps_the_rest():
     assert torch.isfinite(simulate_fp8(model)(x)).all()
 
 
+@torch.library.custom_op("transforms_py::product", mutates_args=())
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.T, x.T @ grad
+
+
+@pytest.mark.parametrize(("product", "what"), [(_Product.apply, "custom autograd function"), (_product, "does not know")])
+def test_simulate_format_says_which_operators_may_hide_products(product, what):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return product(x, self.w)
+
+    model = simulate_fp8(Model())
+    x = torch.randn(4, 8)
+    assert torch.equal(model(x), x @ model.w)
+    (entry,) = report(model)[0]["entries"]
+    assert entry["kind"] == "left_alone" and what in entry["reason"] and "not rounded" in entry["reason"]
+
+
 @pytest.mark.parametrize("nest", range(6))
 def test_transforms_nest_in_every_order(nest):
     import itertools

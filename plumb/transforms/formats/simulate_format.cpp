@@ -25,6 +25,9 @@ bool writes_a_product(const Node* node) {
 // Why a product inside this operator is out of reach; nothing if it has none.
 std::optional<std::string> hidden_product(const Node* node) {
   const std::string_view name = node->op_name();
+  if (name == "plumb::python_function") return "a custom autograd function: products in it are not rounded";
+  if (operator_facts(name).name.empty() && !name.starts_with("aten::"))
+    return "an operator that plumb does not know: products in it are not rounded";
   if (name == "aten::_native_multi_head_attention" || name == "aten::_transformer_encoder_layer_fwd")
     return "a fused inference operator: capture with gradients enabled";
   if (name.starts_with("plumb::fp8_")) return "it multiplies FP8 already";
@@ -73,7 +76,7 @@ class Simulator {
     for (Node* node : graph_.nodes()) {
       if (!node->is_call()) continue;
       if (node->writes()) last_write_ = node;
-      if (auto why = hidden_product(node)) {
+      if (auto why = hidden_product(node); why && data_.count(node)) {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
