@@ -193,14 +193,29 @@ MetricsSum::MetricsSum(MetricsSum&&) noexcept = default;
 MetricsSum& MetricsSum::operator=(MetricsSum&&) noexcept = default;
 
 void MetricsSum::add(const at::Tensor& given) {
-  check_measurable(given);
   at::NoGradGuard no_grad;
+  if (given.defined() && given.is_sparse()) {
+    const at::Tensor values = given.coalesce().values();
+    add(values);
+    add_zeros(given.numel() - values.numel());
+    return;
+  }
+  check_measurable(given);
   const at::Tensor x = given._is_zerotensor() ? given.clone() : given;  // torch's zero tensors have no memory
   if (x.is_cpu())
     measure_any(x, state_->partial, state_->options);
   else
     state_->on_devices.push_back(aten_kernels::gather_metrics(x, state_->options.histogram));
   state_->numel += x.numel();
+}
+
+void MetricsSum::add_zeros(int64_t count) {
+  if (!count) return;
+  kernel::Partial zeros;
+  zeros.count = double(count), zeros.zeros = count, zeros.abs_min = 0;
+  merge_in_units(state_->partial, zeros);
+  if (state_->options.histogram) state_->counts[0] += static_cast<uint64_t>(count);
+  state_->numel += count;
 }
 
 void MetricsSum::add(const MetricsSum& other) {

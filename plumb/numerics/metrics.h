@@ -45,9 +45,9 @@ struct TensorMetrics {
   double subnormal_share(const FPFormat& format) const;
 };
 
-// Any dtype but complex, any strides, any number of elements; strided tensors on any device that has float64. Does not
-// depend on the number of threads. Relative error of mean_abs and std below 1e-6, whatever the mean and the range.
-// Waits for a device: ops::tensor_metrics and MetricsSum do not.
+// Any dtype but complex, any strides, any number of elements, on any device that has float64; sparse COO tensors count
+// with their zeros, as to_dense() of them would. Does not depend on the number of threads. Relative error of mean_abs
+// and std below 1e-6, whatever the mean and the range. Waits for a device: ops::tensor_metrics and MetricsSum do not.
 TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options = {});
 
 namespace kernel {

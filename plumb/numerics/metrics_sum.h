@@ -25,6 +25,8 @@ class MetricsSum {
   TensorMetrics metrics() const;
 
  private:
+  void add_zeros(int64_t count);
+
   struct State;
   std::unique_ptr<State> state_;
 };

@@ -302,6 +302,24 @@ TEST(Metrics, TensorsAddedAreMeasuredAsOne) {
   }
 }
 
+TEST(Metrics, SparseTensorsCountWithTheirZeros) {
+  at::manual_seed(9);
+  const auto rows = at::randint(500, {1, 40}, at::kLong);  // some more than once: their values add up
+  const at::Tensor sparse = at::sparse_coo_tensor(rows, at::randn({40, 16}), {500, 16});
+  for (const at::Tensor& x : {sparse, sparse.coalesce(),
+                              at::sparse_coo_tensor(at::empty({1, 0}, at::kLong), at::empty({0, 16}), {500, 16})}) {
+    const auto m = measure(x, {.histogram = true}), dense = measure(x.to_dense(), {.histogram = true});
+    EXPECT_NEAR(m.mean_abs, dense.mean_abs, 1e-7);
+    EXPECT_NEAR(m.abs_mean, dense.abs_mean, 1e-7);
+    EXPECT_NEAR(m.std, dense.std, 1e-7);
+    EXPECT_EQ(m.abs_max, dense.abs_max);
+    EXPECT_EQ(m.abs_min, dense.abs_min);
+    EXPECT_EQ(m.numel, dense.numel);
+    EXPECT_EQ(m.zero_count, dense.zero_count);
+    EXPECT_EQ(m.histogram->counts, dense.histogram->counts);
+  }
+}
+
 TEST(Metrics, NaNAndInfinityInOneTensorAreInTheSum) {
   const double inf = std::numeric_limits<double>::infinity();
   for (const double bad : {inf, -inf, std::numeric_limits<double>::quiet_NaN()}) {

@@ -157,6 +157,20 @@ def test_track_scales_measures_tensors_and_gradients():
     assert [n.name for n in pruned.nodes] == [n.name for n in graph.nodes], "every tensor here has a scale of its own"
 
 
+def test_track_scales_measures_the_sparse_gradient_of_an_embedding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3))
+    tracked = track_scales(model)
+    tracked(torch.randint(0, 50, (4, 6))).square().sum().backward()
+    gradient = tracked[0].weight.grad
+    assert gradient.is_sparse
+    measured = {n.name: n.meta["metrics"] for n in tracked.scales_graph().nodes if n.meta.get("metrics")}["_0_weight"].bwd
+    dense = gradient.to_dense()
+    assert measured.numel == 400 and measured.abs_min == 0
+    assert measured.abs_max == dense.abs().max().item()
+    assert measured.std == pytest.approx(dense.std().item(), rel=1e-5)
+
+
 def test_transformed_modules_copy_pickle_save_and_move(tmp_path):
     model, ids, targets = gpt()
     scaled = track_scales(unit_scale(model))

@@ -165,11 +165,13 @@ std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
 }
 
 void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x, const RunRows& rows) {
-  if (!x.defined() || x.is_meta() || x.layout() != at::kStrided || x.is_quantized() || at::isTensorSubclassLike(x))
-    return;
+  if (!x.defined() || x.is_meta() || x.is_quantized()) return;
+  // The gradient of a dense table (nn.Embedding with sparse=True) may be sparse.
+  const bool sparse = x.is_sparse() && !x.unsafeGetTensorImpl()->is_python_dispatch();
+  if (!sparse && (x.layout() != at::kStrided || at::isTensorSubclassLike(x))) return;
   const Wanted wanted = this->wanted(slot);
   if (!x.is_floating_point() && !wanted.keep) return;
-  if (wanted.hash || wanted.keep) hash(slot, direction, x, rows, wanted.keep);
+  if (wanted.hash || wanted.keep) hash(slot, direction, sparse ? x.detach().to_dense() : x, rows, wanted.keep);
   if (!wanted.metrics || !x.is_floating_point()) return;
   const MetricsOptions options = options_for(slot);
   const bool together = this->together(slot, direction);
