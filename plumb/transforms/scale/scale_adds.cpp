@@ -48,14 +48,31 @@ bool is_chosen_from(const Value* value, int steps = kNear) {
   });
 }
 
+bool is_softmax(const Node* node) {
+  const std::string_view name = node->op_name();
+  return name.ends_with("::softmax") || name.ends_with("::_softmax");
+}
+
+// Returns whether a value is read by softmaxes alone, at once or behind masks, factors, casts and views.
+bool are_logits(const Value* value, int steps = kNear) {
+  static const std::set<std::string_view> through = {"aten::add", "plumb::add",        "aten::mul",
+                                                     "aten::div", "aten::masked_fill", "aten::where"};
+  const auto& uses = value->uses();
+  return !uses.empty() && std::all_of(uses.begin(), uses.end(), [&](const Use& use) {
+    const Node* user = use.user;
+    if (!user->is_call() || user->num_results() != 1) return false;
+    if (looks_at_shape_only(*user) || is_softmax(user)) return true;
+    return steps && (is_passthrough(user) || through.count(user->op_name())) && are_logits(user->result(), steps - 1);
+  });
+}
+
 // A softmax is attention unless it is a router's: of logits that were chosen, or one whose results are chosen from.
 bool is_attention(const Node* node) {
   if (!node->is_call()) return false;
-  std::string_view name = node->op_name();
+  const std::string_view name = node->op_name();
   if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
-  name.remove_prefix(name.rfind(':') + 1);
-  if (name == "softmax" || name == "_softmax") return !is_chosen(node->input(0)) && !is_chosen_from(node->result());
-  return name == "_native_multi_head_attention";
+  if (is_softmax(node)) return !is_chosen(node->input(0)) && !is_chosen_from(node->result());
+  return name.ends_with("::_native_multi_head_attention");
 }
 
 // Returns whether a node passes no gradient on: a detach, a region without gradients, a look at a tensor's shape.
@@ -123,8 +140,8 @@ class AddScaler {
 
  private:
   // Takes out of the adds straight-through estimators, x + (q(x) - x).detach(), whose values are those of q(x); and out
-  // of the candidates sums of a stream with what was added to it before, as position embeddings in every layer of DETR
-  // are: the stream is computed from them, but goes on without this sum.
+  // of the candidates sums with what was added before: position embeddings in every layer of DETR, a bias of the logits
+  // that all layers of MPNet share. From the second layer on the other operand is computed from them.
   ResidualAnalysis find_residuals(std::vector<Node*>& adds, std::vector<Node*>& candidates) {
     auto find = [&] {
       return find_residual_adds(
@@ -143,17 +160,19 @@ class AddScaler {
     };
     std::unordered_set<const Node*> estimators;
     for (const ResidualAdd& r : found.adds) {
-      if (carrying.count(r.residual->producer())) {
-        if (goes_on(r.residual)) added_again_.insert(r.add);
-        continue;
+      if (!carrying.count(r.residual->producer())) {
+        estimators.insert(r.add);
+        report_.add(ReportKind::LeftAlone, r.add, r.add->target(), "",
+                    "one operand is computed from the other without a gradient, as in a straight-through estimator");
+      } else if (goes_on(r.residual)) {
+        no_residual_[r.add] = "one operand is computed from the other and used elsewhere too: no residual add";
+      } else if (found.inside.count(r.add) && are_logits(r.add->result())) {
+        no_residual_[r.add] = "a bias of attention's logits: no residual add";
       }
-      estimators.insert(r.add);
-      report_.add(ReportKind::LeftAlone, r.add, r.add->target(), "",
-                  "one operand is computed from the other without a gradient, as in a straight-through estimator");
     }
-    if (estimators.empty() && added_again_.empty()) return found;
+    if (estimators.empty() && no_residual_.empty()) return found;
     std::erase_if(adds, [&](const Node* node) { return estimators.count(node) > 0; });
-    std::erase_if(candidates, [&](const Node* node) { return estimators.count(node) || added_again_.count(node); });
+    std::erase_if(candidates, [&](const Node* node) { return estimators.count(node) || no_residual_.count(node); });
     return find();
   }
 
@@ -184,8 +203,7 @@ class AddScaler {
 
   const char* why_no_residual(const Node* add, bool inside) const {
     if (!plain_alpha(add)) return "its alpha is not 1: not taken for a residual add";
-    if (added_again_.count(add))
-      return "one operand is computed from the other and used elsewhere too: no residual add";
+    if (auto it = no_residual_.find(add); it != no_residual_.end()) return it->second;
     return inside ? "inside a residual branch" : "";
   }
 
@@ -250,7 +268,7 @@ class AddScaler {
   const std::unordered_set<const Node*>& keep_;
   Report& report_;
   const std::unordered_set<const Node*> differentiable_;
-  std::unordered_set<const Node*> added_again_;  // sums of a stream with what it was computed from
+  std::unordered_map<const Node*, const char*> no_residual_;  // adds that only look like residual ones, and why
   ScaledAdds done_;
 };
 

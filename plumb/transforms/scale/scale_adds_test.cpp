@@ -88,6 +88,29 @@ TEST(ScaleAdds, TakeNoSumOfAStreamWithAPositionEmbeddingForAResidualLayer) {
             "one operand is computed from the other and used elsewhere too: no residual add");
 }
 
+TEST(ScaleAdds, TakeABiasOfLogitsThatLayersShareForNoResidualLayer) {
+  Report report;
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 4] = placeholder "x"
+      %b: f32[4, 4] = placeholder "bias"
+      %s = aten::add.Tensor(%x, %b)
+      %p = aten::softmax.int(%s, -1)
+      %f = aten::matmul(%p, %x)
+      %y = aten::add.Tensor(%x, %f)
+      %k = aten::matmul(%y, %y)
+      %s2 = aten::add.Tensor(%k, %b)
+      %d = aten::div.Tensor(%s2, 2)
+      %p2 = aten::softmax.int(%d, -1)
+      %f2 = aten::matmul(%p2, %y)
+      %z = aten::add.Tensor(%y, %f2)
+      output(%z)
+    })",
+                                         {}, {}, &report);
+  EXPECT_THAT(text, HasSubstr("%s2 = plumb::add(%k, %b)"));
+  EXPECT_THAT(text, HasSubstr("%z = plumb::residual_add(%f2, %y_skip, 0.01)"));
+  EXPECT_EQ(report.find(ReportKind::Replaced, "s2")->reason, "a bias of attention's logits: no residual add");
+}
+
 TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
   // A choice among probabilities, the sharing out of what was chosen, and a mask of what was not.
   for (const char* router : {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",
