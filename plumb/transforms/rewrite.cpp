@@ -139,6 +139,11 @@ bool may_be_float(const Value* value, const State& state) {
   return !dtype || at::isFloatingType(*dtype);
 }
 
+bool may_have_gradient(const Value* value, const State& state) {
+  const auto dtype = dtype_of(value, state);
+  return may_be_float(value, state) || (dtype && at::isComplexType(*dtype));
+}
+
 bool is_detach(const Node& node) { return node.is_op("aten::detach"); }
 
 std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
@@ -147,13 +152,13 @@ std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const S
   for (const Node* node : graph.nodes()) {
     bool flows = false;
     if (node->kind() == NodeKind::Placeholder) {
-      flows = node->result()->is_tensor() && may_be_float(node->result(), state);
+      flows = node->result()->is_tensor() && may_have_gradient(node->result(), state);
     } else if (node->kind() == NodeKind::GetAttr) {
       const Attr* attr = state.find(node->target());
-      flows = attr && attr->kind == AttrKind::Parameter && may_be_float(node->result(), state);
+      flows = attr && attr->kind == AttrKind::Parameter && may_have_gradient(node->result(), state);
     } else if (!stops(*node)) {
       for (size_t i = 0; i < node->num_inputs() && !flows; ++i) {
-        flows = found.count(node->input(i)->producer()) && may_be_float(node->input(i), state);
+        flows = found.count(node->input(i)->producer()) && may_have_gradient(node->input(i), state);
       }
     }
     if (flows) found.insert(node);

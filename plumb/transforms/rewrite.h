@@ -52,10 +52,12 @@ std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
 std::vector<int64_t> sizes_of(const Value* value, const State& state);
 // Returns false only if the dtype is known and is no floating-point one.
 bool may_be_float(const Value* value, const State& state);
+// Returns false only if the dtype is known and is neither floating-point nor complex.
+bool may_have_gradient(const Value* value, const State& state);
 
 bool is_detach(const Node& node);
-// Returns nodes that a gradient can flow through: with a floating input or a parameter among their ancestors, and no
-// node between of which `stops` holds.
+// Returns nodes that a gradient can flow through: with a floating or complex input or a parameter among their
+// ancestors, and no node between of which `stops` holds.
 std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
                                                      bool (*stops)(const Node&) = is_detach);
 

@@ -111,6 +111,22 @@ TEST(ScaleAdds, TakeABiasOfLogitsThatLayersShareForNoResidualLayer) {
   EXPECT_EQ(report.find(ReportKind::Replaced, "s2")->reason, "a bias of attention's logits: no residual add");
 }
 
+TEST(ScaleAdds, FollowGradientsThroughComplexNumbers) {
+  // FNet mixes tokens by a Fourier transform and keeps its real part: a residual layer, and no straight-through
+  // estimator.
+  Report report;
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %c: c64[4, 8] = aten::fft_fft(%x)
+      %f: f32[4, 8] = aten::real(%c)
+      %y: f32[4, 8] = aten::add.Tensor(%x, %f)
+      output(%y)
+    })",
+                                         {}, {}, &report);
+  EXPECT_THAT(text, HasSubstr("plumb::residual_add(%f, %x_skip, 0.5)"));
+  EXPECT_TRUE(report.find(ReportKind::LeftAlone, "c")) << "a Fourier transform changes the scale";
+}
+
 TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
   // A choice among probabilities, the sharing out of what was chosen, and a mask of what was not.
   for (const char* router : {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",

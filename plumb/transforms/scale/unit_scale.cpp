@@ -223,7 +223,7 @@ class UnitScaler {
     std::string_view name = node->op_name();
     const bool custom = name == "plumb::python_function";
     if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || only_views(node))) return;
-    if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
+    if (!differentiable_.count(node) || !may_have_gradient(node->result(), module_.state())) return;
     report_.add(ReportKind::LeftAlone, node, node->target(), "",
                 custom ? "a custom autograd function: it computes what it did" : why_without_equivalent(node));
   }
