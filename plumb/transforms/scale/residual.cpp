@@ -6,8 +6,8 @@
 // 2. 64 questions are decided in one sweep over the union of their spans. Every value carries a word; bit q says "l_q
 //    is this value or an ancestor of it". A node's word is the OR of its inputs' words, and l_q's own bit is set where
 //    l_q is produced. Bit q of r_q is set exactly if l_q is an ancestor of r_q. A second word, "reached over an
-//    attention node", is made alike; a third, in the opposite direction from r_q, says which nodes r_q depends on. A
-//    node is on branch q if the first and the third word have bit q.
+//    attention node", is made alike, but passes no residual add by its branch; a third, in the opposite direction from
+//    r_q, says which nodes r_q depends on. A node is on branch q if the first and the third word have bit q.
 // 3. Cost. Questions are grouped by the power of two of their span's length, ordered by place, and taken 64 at a time.
 //    In the class of spans of length up to s, the unions of the groups cover at most N + 2 s (Q_s / 64) nodes: the
 //    groups' first places do not overlap, and each reaches at most 2 s further. Summed over the log N classes that is
@@ -78,26 +78,40 @@ class ResidualFinder {
         reach_(arrays_.producer.size()),
         through_(arrays_.producer.size()),
         back_(arrays_.nodes.size()),
-        inside_(arrays_.nodes.size()) {
+        inside_(arrays_.nodes.size()),
+        branch_end_(arrays_.nodes.size(), UINT32_MAX) {
     for (size_t n = 0; n < attention_.size(); ++n) attention_[n] = is_attention(arrays_.nodes[n]);
   }
 
   ResidualAnalysis find(const std::vector<Node*>& candidates,
                         const std::function<std::pair<Value*, Value*>(const Node*)>& operands) {
     ask(candidates, operands);
-    for (size_t begin = 0; begin < order_.size();) {
-      const Group group = next_group(begin);
+    for_each_group([&](const Group& group) {
       sweep_forward(group);
       if (const uint64_t yes = take_answers(group)) {
         sweep_back(group, yes);
         note_users(group, yes);
       }
-      begin = group.stop;
+    });
+    // Again, now that the residual adds are known: attention on the branch of one is not on a branch around it.
+    for (const Question& q : questions_) {
+      if (q.answer) branch_end_[arrays_.place.at(q.add)] = q.to;
     }
+    for_each_group([&](const Group& group) {
+      sweep_forward(group);
+      take_attention(group);
+    });
     return result();
   }
 
  private:
+  void for_each_group(const std::function<void(const Group&)>& visit) const {
+    for (size_t begin = 0; begin < order_.size();) {
+      const Group group = next_group(begin);
+      visit(group);
+      begin = group.stop;
+    }
+  }
   uint32_t start(const Question& q) const { return arrays_.producer[q.from]; }
   uint32_t end(const Question& q) const { return arrays_.producer[q.to]; }
   int span_class(uint32_t i) const { return std::bit_width(end(questions_[i]) - start(questions_[i])); }
@@ -107,6 +121,7 @@ class ResidualFinder {
   Group next_group(size_t begin) const;
   void sweep_forward(const Group& group);
   uint64_t take_answers(const Group& group);
+  void take_attention(const Group& group);
   void sweep_back(const Group& group, uint64_t yes);
   void note_users(const Group& group, uint64_t yes);
   ResidualAnalysis result();
@@ -118,6 +133,7 @@ class ResidualFinder {
   std::vector<uint64_t> reach_, through_;  // per vertex: from l_q; from l_q over an attention node
   std::vector<uint64_t> back_;             // per node: its result is r_q, or r_q depends on it
   std::vector<uint8_t> inside_;            // per node: on some branch
+  std::vector<uint32_t> branch_end_;       // per node: the operand of a residual add that is computed from the other
   // Users of each skip, in graph order, each once, with the question of the innermost branch seen so far.
   std::unordered_map<uint32_t, std::vector<std::pair<uint32_t, int64_t>>> users_of_;
 };
@@ -170,7 +186,7 @@ void ResidualFinder::sweep_forward(const Group& group) {
       const uint32_t v = arrays_.inputs[e];
       if (v < low_vertex) continue;
       from |= reach_[v];
-      over |= through_[v];
+      if (v != branch_end_[n]) over |= through_[v];
     }
     if (attention_[n]) over |= from;
     for (uint32_t v = arrays_.first_value[n]; v < arrays_.first_value[n + 1]; ++v) {
@@ -186,10 +202,16 @@ uint64_t ResidualFinder::take_answers(const Group& group) {
   for (size_t bit = 0; bit < group.stop - group.begin; ++bit) {
     Question& q = question(group, bit);
     q.answer = reach_[q.to] >> bit & 1;
-    q.attention = through_[q.to] >> bit & 1;
     yes |= uint64_t(q.answer) << bit;
   }
   return yes;
+}
+
+void ResidualFinder::take_attention(const Group& group) {
+  for (size_t bit = 0; bit < group.stop - group.begin; ++bit) {
+    Question& q = question(group, bit);
+    q.attention = through_[q.to] >> bit & 1;
+  }
 }
 
 void ResidualFinder::sweep_back(const Group& group, uint64_t yes) {

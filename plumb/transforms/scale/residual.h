@@ -14,7 +14,8 @@ struct ResidualAdd {
   Node* add = nullptr;
   Value* skip = nullptr;      // the ancestor
   Value* residual = nullptr;  // what is computed from it
-  // A node that `is_attention` holds for lies on the branch: it depends on the skip, and the residual depends on it.
+  // A node that `is_attention` holds for lies on the branch, and not on that of a residual add on the branch, whose sum
+  // has a stream of its own: it depends on the skip, and the residual depends on it.
   bool attention = false;
   // The residual add of the same skip whose branch directly contains this one; -1 if there is none.
   int parent = -1;
