@@ -25,6 +25,20 @@ bool chooses(const Node* node) {
   return node->is_call() && (names.count(node->op_name()) || node->target() == "aten::max.dim");
 }
 
+// Returns whether a node takes single entries of the last dimension, as a gate does that weighs each expert on its own.
+bool takes_one(const Node* node) {
+  static const std::set<std::string_view> whole = {"aten::select", "aten::unbind"},
+                                          parts = {"aten::slice", "aten::split", "aten::chunk"};
+  const std::string_view name = node->is_call() ? node->op_name() : "";
+  if (!whole.count(name) && !parts.count(name)) return false;
+  const auto& before = node->input(0)->meta();
+  const Arg* given = node->try_arg("dim");
+  const auto dim = given ? number_of(*given) : std::nullopt;
+  if (!before || !dim || (*dim != -1 && *dim + 1 != double(before->sizes.size()))) return false;
+  const auto& after = node->num_results() ? node->result(0)->meta() : before;
+  return whole.count(name) || (after && before->sizes.back() != 1 && after->sizes.back() == 1);
+}
+
 constexpr int kNear = 6;  // steps of masks, biases and views between a softmax and a choice
 
 bool is_chosen(const Value* value, int steps = kNear) {
@@ -40,7 +54,7 @@ bool is_chosen_from(const Value* value, int steps = kNear) {
   static const std::set<std::string_view> through = {"aten::add", "aten::mul", "aten::div", "aten::masked_fill"};
   return std::any_of(value->uses().begin(), value->uses().end(), [&](const Use& use) {
     const Node* user = use.user;
-    if (chooses(user)) return true;
+    if (chooses(user) || takes_one(user)) return true;
     if (!steps || !user->is_call() || (!is_passthrough(user) && !through.count(user->op_name()))) return false;
     const auto& results = user->results();
     return std::any_of(results.begin(), results.end(),
@@ -66,7 +80,8 @@ bool are_logits(const Value* value, int steps = kNear) {
   });
 }
 
-// A softmax is attention unless it is a router's: of logits that were chosen, or one whose results are chosen from.
+// A softmax is attention unless it is a router's: of logits that were chosen, or one whose results are chosen from or
+// taken one by one.
 bool is_attention(const Node* node) {
   if (!node->is_call()) return false;
   const std::string_view name = node->op_name();

@@ -128,11 +128,15 @@ TEST(ScaleAdds, FollowGradientsThroughComplexNumbers) {
 }
 
 TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
-  // A choice among probabilities, the sharing out of what was chosen, and a mask of what was not.
-  for (const char* router : {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",
-                             "%c, %i = aten::topk(%x, 2) %v = aten::softmax.int(%c, -1)",
-                             "%c, %i = aten::max.dim(%x, -1, True) %l = aten::lt.Tensor(%x, %c) "
-                             "%k = aten::masked_fill.Tensor(%c, %l, %c) %v = aten::softmax.int(%k, -1)"}) {
+  // A choice among probabilities, the sharing out of what was chosen, a mask of what was not, a probability an expert.
+  for (const char* router :
+       {"%p = aten::softmax.int(%x, -1) %q = aten::div.Tensor(%p, 2) %v, %i = aten::topk(%q, 2)",
+        "%c, %i = aten::topk(%x, 2) %v = aten::softmax.int(%c, -1)",
+        "%c, %i = aten::max.dim(%x, -1, True) %l = aten::lt.Tensor(%x, %c) "
+        "%k = aten::masked_fill.Tensor(%c, %l, %c) %v = aten::softmax.int(%k, -1)",
+        "%p: f32[4, 8] = aten::softmax.int(%x, -1) %v: f32[4, 1] = aten::slice.Tensor(%p, 1, 2, 3)",
+        "%p: f32[4, 8] = aten::softmax.int(%x, -1) %o: f32[4] = aten::select.int(%p, -1, 2) "
+        "%v: f32[4, 1] = aten::unsqueeze(%o, 1)"}) {
     const std::string text = after_scaling(std::string(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %f = aten::gelu(%x)
@@ -145,6 +149,17 @@ TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
     EXPECT_THAT(text, HasSubstr("plumb::residual_split(%x, 0.5)")) << router;
     EXPECT_THAT(text, Not(HasSubstr("0.01"))) << router;
   }
+  EXPECT_THAT(after_scaling(R"(graph {
+      %x: f32[4, 4] = placeholder "x"
+      %p: f32[4, 4] = aten::softmax.int(%x, -1)
+      %s: f32[4, 3] = aten::slice.Tensor(%p, 1, 1)
+      %r: f32[3, 4] = aten::slice.Tensor(%x, 0, 1)
+      %m = aten::matmul(%s, %r)
+      %y = aten::add.Tensor(%x, %m)
+      output(%y)
+    })"),
+              HasSubstr("plumb::residual_split(%x, 0.01)"))
+      << "attention without its first token is attention";
   EXPECT_THAT(after_scaling(R"(graph {
       %x: f32[4, 4] = placeholder "x"
       %l = aten::maximum(%x, %x)
