@@ -285,6 +285,7 @@ BART = dict(model_type="bart", architectures=["BartForConditionalGeneration"], d
         (dict(model_type="resnet", depths=[10**6], hidden_sizes=[8], embedding_size=8, architectures=["ResNetForImageClassification"]), "more than 1000 parameters"),
         (dict(SMALL, model_type="llama", hidden_size=10**12), "cannot build LlamaForCausalLM"),
         (dict(SMALL, model_type="mixtral", num_local_experts=10**9), "'num_local_experts' is 1000000000"),
+        (dict(SMALL, model_type="llama", extra=json.loads("[" * 480 + "]" * 480)), "'extra' is nested more than 64 levels deep"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

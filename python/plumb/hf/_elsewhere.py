@@ -19,6 +19,7 @@ from .._errors import Error, ErrorKind
 
 _COUNTS = re.compile("layer|depth|label|block|stage|expert")  # what transformers makes lists of, while it reads
 _MOST_COUNTED = 1 << 20
+_DEEPEST = 64  # levels of a config; transformers copies them by recursion
 _REACHES_OUT = {"socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "socket.sendmsg"}
 
 _NAME_OF_TIMM = re.compile(r"[\w.-]+")
@@ -57,19 +58,23 @@ def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, s
 
 
 def refuse_names(path: str, values: Any) -> None:
-    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantized weights, and numbers that
-    transformers would make lists of as long."""
-    left = [("", "", values, False)]
+    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantized weights, numbers that
+    transformers would make lists of as long, and levels without end."""
+    left = [("", "", values, False, 0)]
     while left:
-        place, key, value, timm = left.pop()
+        place, key, value, timm, level = left.pop()
+        if level > _DEEPEST:
+            top = place.partition(".")[0][:100]
+            deep = f"{path}: '{top}' is nested more than {_DEEPEST} levels deep"
+            raise Error(deep, kind=ErrorKind.BadFile, remedy=f"a config without '{top}'")
         if wrong := _what_is_wrong(place, key, value, timm):
             kind = ErrorKind.Unsupported if key == "quantization_config" else ErrorKind.BadFile
             raise Error(f"{path}: {wrong[0]}", kind=kind, remedy=wrong[1])
         if isinstance(value, dict):
             timm = value.get("use_timm_backbone") is True or value.get("model_type") == "timm_backbone"
-            left.extend((f"{place}.{key}" if place else key, key, each, timm) for key, each in value.items())
+            left.extend((f"{place}.{key}" if place else key, key, each, timm, level + 1) for key, each in value.items())
         elif isinstance(value, list):
-            left.extend((place, key, each, timm) for each in value)
+            left.extend((place, key, each, timm, level + 1) for each in value)
 
 
 def _place_of(name: str, values: Any, place: str = "") -> str:
