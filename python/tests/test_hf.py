@@ -130,6 +130,18 @@ def test_what_a_class_keeps_in_float32_is_float32(tmp_path):
     assert torch.equal(program(**ids).logits, model(**ids).logits)
 
 
+@pytest.mark.skipif(not FIVE, reason="GPT-J of 4.57 is refused")
+def test_buffers_that_no_folder_has_are_as_wide_as_from_pretrained_makes_them(tmp_path):
+    """GPT-J's table of positions is made in torch's default dtype, in which narrow weights are made."""
+    config = transformers.GPTJConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, n_positions=32, rotary_dim=4, use_cache=False)
+    folder_of(lambda: transformers.GPTJForCausalLM(config), tmp_path, torch.bfloat16)
+    model = transformers.GPTJForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    expected = {name: b for name, b in model.named_buffers() if name not in model.state_dict()}
+    for how in (dict(), dict(fresh=0)):
+        found = dict(hf.import_folder(tmp_path, batch=2, length=8, **how).named_buffers())
+        assert expected and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_two_different_tensors_of_one_tied_weight_are_refused(tmp_path):
     from safetensors.torch import save_file
 

@@ -161,8 +161,20 @@ def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = No
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(seed)
         model = cls._from_config(config, dtype=dtype)
+        if seed is None:
+            _make_buffers(model)
     _keep_float32(model, dtype)
     return model.train(training)
+
+
+def _make_buffers(model: nn.Module) -> None:
+    """Gives buffers their values as from_pretrained of transformers 5 does: their class makes them again in torch's default dtype.
+    While a model of narrow weights is made, that is the narrow one (GPT-J's table of positions is rounded then)."""
+    if transformers().__version__.startswith("4."):
+        return
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()
 
 
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
