@@ -21,21 +21,42 @@ namespace fs = std::filesystem;
 
 // Files of tokenizers and processors, as transformers names them; none is large.
 constexpr const char* kCopied[] = {"added_tokens.json",
+                                   "audio_tokenizer_config.json",
+                                   "bpe.codes",
+                                   "byte_maps.json",
                                    "chat_template.jinja",
                                    "chat_template.json",
+                                   "dict.txt",
+                                   "emoji.json",
+                                   "entity_vocab.json",
                                    "merges.txt",
+                                   "normalizer.json",
                                    "preprocessor_config.json",
                                    "processor_config.json",
+                                   "prophetnet.tokenizer",
                                    "sentencepiece.bpe.model",
+                                   "sentencepiece.model",
+                                   "source.spm",
                                    "special_tokens_map.json",
                                    "spiece.model",
+                                   "spm.model",
+                                   "spm_char.model",
+                                   "target.spm",
+                                   "target_vocab.json",
                                    "tekken.json",
+                                   "tiktoken.model",
                                    "tokenizer.json",
                                    "tokenizer.model",
                                    "tokenizer_config.json",
                                    "video_preprocessor_config.json",
+                                   "vocab-src.json",
+                                   "vocab-tgt.json",
                                    "vocab.json",
-                                   "vocab.txt"};
+                                   "vocab.txt",
+                                   "word_pronunciation.json",
+                                   "word_shape.json"};
+// Holds templates of chats by name: NAME.jinja.
+constexpr const char* kTemplates = "additional_chat_templates";
 constexpr uint64_t kMostCopied = uint64_t{1} << 28;
 
 // The tensors that a part writes: the stored names of plain tensors with their names in its state, and its conversions.
@@ -132,20 +153,25 @@ void write_index(const fs::path& folder, const StateParts& parts, const std::vec
   write_file_atomically(folder / "model.safetensors.index.json", index.dump(2) + "\n");
 }
 
-// Files of the tokenizer that are in the folder, with their bytes.
+// Calls `function` with the name and the bytes of each file of the tokenizer that is in the folder.
 template <class Function>
 void for_files_to_copy(const std::string& source, const Function& function) {
+  if (source.empty()) return;
   std::error_code error;
-  for (const char* name : kCopied) {
-    if (source.empty() || !fs::is_regular_file(fs::path(source) / name, error)) continue;
-    function(name, read_file_of_folder(source, name, kMostCopied));
+  std::vector<std::string> names(std::begin(kCopied), std::end(kCopied));
+  for (fs::directory_iterator it(fs::path(source) / kTemplates, error), end; !error && it != end; it.increment(error)) {
+    if (it->path().extension() == ".jinja") names.push_back((kTemplates / it->path().filename()).string());
+  }
+  for (const std::string& name : names) {
+    if (fs::is_regular_file(fs::path(source) / name, error))
+      function(name, read_file_of_folder(source, name, kMostCopied));
   }
 }
 
 }  // namespace
 
 void check_files_to_copy(const std::string& source) {
-  for_files_to_copy(source, [](const char*, const std::string&) {});
+  for_files_to_copy(source, [](const std::string&, const std::string&) {});
 }
 
 void check_new_folder(const std::string& out) {
@@ -195,8 +221,8 @@ void finish_weights_folder(const std::string& out, const StateParts& parts, cons
   if (shard_name(all, 0) != "model.safetensors") write_index(folder, parts, all);
   for (const auto& [name, text] : as.files) write_file_atomically(folder / name, text);
   // Last: whatever is wrong with one, the weights can be loaded.
-  for_files_to_copy(source,
-                    [&](const char* name, const std::string& bytes) { write_file_atomically(folder / name, bytes); });
+  for_files_to_copy(
+      source, [&](const std::string& name, const std::string& bytes) { write_file_atomically(folder / name, bytes); });
 }
 
 }  // namespace plumb

@@ -132,6 +132,9 @@ TEST_F(Folders, PartsWriteTheFolderThatWasRead) {
   const auto known = Pretrained::parse(record().dump());
   spill((folder_ / "in/tokenizer.json").string(), "{}");
   spill((folder_ / "in/run.py").string(), "no");
+  fs::create_directory(folder_ / "in/additional_chat_templates");
+  spill((folder_ / "in/additional_chat_templates/tools.jinja").string(), "{}");
+  spill((folder_ / "in/additional_chat_templates/run.py").string(), "no");
   const auto first = part({"wte"}), second = part({"experts", "head"});
   const StateParts parts = {&first->state(), &second->state()};
   // Each process has the values of its own part alone.
@@ -147,6 +150,8 @@ TEST_F(Folders, PartsWriteTheFolderThatWasRead) {
   EXPECT_TRUE(at::equal(again.read("e.1"), e1_));
   EXPECT_EQ(slurp(out() + "/config.json"), "{\"a\": 1}");
   EXPECT_EQ(slurp(out() + "/tokenizer.json"), "{}");
+  EXPECT_EQ(slurp(out() + "/additional_chat_templates/tools.jinja"), "{}");
+  EXPECT_FALSE(fs::exists(out() + "/additional_chat_templates/run.py"));
   EXPECT_FALSE(fs::exists(out() + "/run.py"));
   const json index = json::parse(slurp(out() + "/model.safetensors.index.json"));
   EXPECT_EQ(index["metadata"]["total_size"], wte_.nbytes() + e0_.nbytes() + e1_.nbytes());

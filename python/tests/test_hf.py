@@ -3,6 +3,8 @@
 import copy
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -357,6 +359,20 @@ def test_a_tokenizer_that_cannot_be_copied_does_not_cost_the_weights(tmp_path):
         hf.save(program, tmp_path / "out")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_every_file_of_a_tokenizer_that_transformers_names_is_kept(tmp_path):
+    llama().config.save_pretrained(tmp_path / "in")
+    names = {"additional_chat_templates/tools.jinja", "audio_tokenizer_config.json", "chat_template.jinja", "tokenizer_config.json"}
+    for source in pathlib.Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):
+        for table in re.findall(r"VOCAB_FILES_NAMES = \{(.*?)\}", source.read_text(), re.DOTALL):
+            names |= set(re.findall(r': "([^"]+)"', table))
+    assert {"normalizer.json", "source.spm", "spm.model", "tokenizer.json", "vocab.json"} <= names
+    (tmp_path / "in/additional_chat_templates").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).write_text(name)
+    hf.save(hf.import_folder(tmp_path / "in", batch=1, length=8, fresh=0), tmp_path / "out")
+    assert not [name for name in names if not (tmp_path / "out" / name).is_file() or (tmp_path / "out" / name).read_text() != name]
 
 
 def test_inputs_that_do_not_follow_from_the_config_are_given(tmp_path):
