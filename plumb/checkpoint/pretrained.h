@@ -69,5 +69,7 @@ void finish_weights_folder(const std::string& out, const StateParts& parts, cons
 void check_new_folder(const std::string& out);
 // Throws what finish_weights_folder() would throw for the files of the folder `source`. For the same moment.
 void check_files_to_copy(const std::string& source);
+// Throws Error(InvalidArgument) as write_weights() would for one of the parts. For the same moment.
+void check_weights_to_write(const StateParts& parts, const Pretrained& as);
 
 }  // namespace plumb

@@ -174,6 +174,16 @@ void check_files_to_copy(const std::string& source) {
   for_files_to_copy(source, [](const std::string&, const std::string&) {});
 }
 
+void check_weights_to_write(const StateParts& parts, const Pretrained& as) {
+  const auto all = shares(parts, as);
+  for (size_t p = 0; p < all.size(); ++p) {
+    for (const auto& [stored, name] : all[p].plain) tensor_of(*parts[p], name);
+    for (const Pretrained::Conversion* conversion : all[p].conversions) {
+      for (const std::string& name : conversion->state) tensor_of(*parts[p], name);
+    }
+  }
+}
+
 void check_new_folder(const std::string& out) {
   std::error_code error;
   fs::create_directories(out, error);

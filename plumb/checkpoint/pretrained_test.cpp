@@ -191,6 +191,10 @@ TEST_F(Folders, UnitScaledWeightsAreNeitherReadNorWritten) {
   tag(module->state().get("wte").tensor, {MupType::Weight, std::nullopt});
   EXPECT_THAT(error_of([&] { load_weights(*module, known, in()); }).message(), HasSubstr("unit-scaled"));
   EXPECT_THAT(error_of([&] { write_weights(out(), {&module->state()}, 0, known, ""); }).remedy(), HasSubstr("--fold"));
+  const auto other = part({"experts"});
+  check_weights_to_write({&other->state()}, known);
+  EXPECT_THAT(error_of([&] { check_weights_to_write({&other->state(), &module->state()}, known); }).remedy(),
+              HasSubstr("--fold"));
 }
 
 TEST_F(Folders, AFolderWithSomethingInItIsNotWrittenOver) {
@@ -210,6 +214,8 @@ TEST_F(Folders, APieceOfTwoStagesIsRefusedWithTheCut) {
   const auto first = part({"wte"}), second = part({"experts"});
   const Error e = error_of([&] { write_weights(out(), {&first->state(), &second->state()}, 0, known, ""); });
   EXPECT_THAT(e.remedy(), HasSubstr("--at"));
+  EXPECT_EQ(error_of([&] { check_weights_to_write({&first->state(), &second->state()}, known); }).message(),
+            e.message());
 }
 
 // Every byte of a record changed in some ways: read as something, or refused as a file.

@@ -71,6 +71,13 @@ TEST_F(Importing, AFolderIsNoProgramForOtherCommands) {
     EXPECT_NE(plumb(command).err.find("llama: is a folder, and no program"), std::string::npos) << command;
 }
 
+TEST_F(Importing, ATrainingThatCouldNotSaveItsFolderIsRefusedBeforeItsFirstStep) {
+  ASSERT_EQ(plumb("import llama -o plain.pt2 --batch 2 --length 8").code, 0);
+  ASSERT_EQ(plumb("scale plain.pt2 -o scaled.pt2").code, 0);
+  const std::string why = "--save-hf tuned: 'lm_head.weight' is a unit-scaled weight";
+  wrong("train scaled.pt2 --data tokens.bin --steps 1 --save-hf tuned", why);
+}
+
 TEST_F(Importing, SaysWhatIsWrong) {
   wrong("import nowhere -o x.pt2", "is no folder");
   wrong("import llama -o x.txt", "is no .pt2 name");

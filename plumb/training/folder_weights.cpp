@@ -83,6 +83,12 @@ void check_folders(const TrainOptions& o, const TrainJob& job) {
   check_files_to_copy(source_of(o, Pretrained::parse(job.program.pretrained)));
 }
 
+void check_weights_to_save(const TrainOptions& o, const TrainJob& job) {
+  if (o.save_hf.empty()) return;
+  used_by("--save-hf " + o.save_hf,
+          [&] { check_weights_to_write(parts_of(job), Pretrained::parse(job.program.pretrained)); });
+}
+
 void load_folder_weights(const TrainOptions& o, const TrainJob& job, int rank) {
   if (job.program.pretrained.empty()) return;
   const Pretrained known = Pretrained::parse(job.program.pretrained);

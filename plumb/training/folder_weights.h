@@ -17,6 +17,8 @@ void load_folder_weights(const std::string& weights, const ExportedProgram& prog
 // Called before processes meet: throws UsageError if weights are missing (--weights), or for --save-hf of a program
 // that does not know a folder; Error for a folder that cannot be read or written.
 void check_folders(const TrainOptions& options, const TrainJob& job);
+// Called when the program is cut: throws UsageError if --save-hf could not write one of its weights after the training.
+void check_weights_to_save(const TrainOptions& options, const TrainJob& job);
 // Reads the values that this rank's stages lack, from --weights or the folder that was imported.
 void load_folder_weights(const TrainOptions& options, const TrainJob& job, int rank);
 // After a training, called by all ranks of the first pipeline: writes the folder --save-hf together.

@@ -256,6 +256,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
         [&] { require_runnable(compute_only(job.schedule), edges_of(connect_stages(job.pipe->table()))); },
         "correct the table, or --schedule 1F1B");
   }
+  check_weights_to_save(o, job);
   name_parameters(o, job);
   check_verdict(o, job);
   return job;
