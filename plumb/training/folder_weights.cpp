@@ -1,9 +1,9 @@
 #include "plumb/training/folder_weights.h"
 
-#include <ATen/ops/ones.h>
-
 #include <algorithm>
+#include <exception>
 #include <filesystem>
+#include <functional>
 #include <memory>
 
 #include "plumb/checkpoint/pretrained.h"
@@ -21,11 +21,6 @@ namespace {
 // Returns the folder that a saved one's tokenizer is copied from.
 std::string source_of(const TrainOptions& o, const Pretrained& known) {
   return o.weights.empty() ? known.folder : o.weights;
-}
-
-// Returns when every rank has come here.
-void wait_for_all(const ProcessGroup& group) {
-  for (int rank = 0; rank < group.size() && group.size() > 1; ++rank) broadcast(group, at::ones({1}, at::kLong), rank);
 }
 
 // Returns the stages, and the whole for what none of them uses.
@@ -111,12 +106,31 @@ void save_folder_weights(const TrainOptions& o, const TrainJob& job, const Proce
   const Pretrained known = Pretrained::parse(job.program.pretrained);
   const StateParts parts = parts_of(job);
   const std::string folder = source_of(o, known);
-  for (const int s : job.schedule.placement.stages_of(group.rank()))
-    write_weights(o.save_hf, parts, static_cast<size_t>(s), known, folder);
-  if (group.rank() == 0) write_weights(o.save_hf, parts, parts.size() - 1, known, folder);
-  wait_for_all(group);
-  if (group.rank() == 0) finish_weights_folder(o.save_hf, parts, known, folder);
-  wait_for_all(group);
+  std::exception_ptr problem;
+  int64_t failed = -1;  // a rank that could not write, or -1
+  const auto attempt = [&](const std::function<void()>& write) {
+    try {
+      write();
+    } catch (const std::exception&) {
+      problem = std::current_exception();
+    }
+    failed = largest_of_all(group, problem ? group.rank() : -1);
+  };
+  attempt([&] {
+    for (const int s : job.schedule.placement.stages_of(group.rank()))
+      write_weights(o.save_hf, parts, static_cast<size_t>(s), known, folder);
+    if (group.rank() == 0) write_weights(o.save_hf, parts, parts.size() - 1, known, folder);
+  });
+  if (failed < 0) {
+    attempt([&] {
+      if (group.rank() == 0) finish_weights_folder(o.save_hf, parts, known, folder);
+    });
+  }
+  if (problem) std::rethrow_exception(problem);
+  if (failed >= 0) {
+    throw Error(ErrorKind::CannotWrite, c10::str("--save-hf ", o.save_hf, ": rank ", failed, " cannot write its part"),
+                "", "look at what that rank printed");
+  }
 }
 
 }  // namespace plumb

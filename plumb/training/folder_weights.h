@@ -21,7 +21,8 @@ void check_folders(const TrainOptions& options, const TrainJob& job);
 void check_weights_to_save(const TrainOptions& options, const TrainJob& job);
 // Reads the values that this rank's stages lack, from --weights or the folder that was imported.
 void load_folder_weights(const TrainOptions& options, const TrainJob& job, int rank);
-// After a training, called by all ranks of the first pipeline: writes the folder --save-hf together.
+// After a training, called by all ranks of the first pipeline: writes the folder --save-hf together. If a rank cannot,
+// every rank throws Error, after all have tried.
 void save_folder_weights(const TrainOptions& options, const TrainJob& job, const ProcessGroup& group);
 // Called before every rank's stages are gathered: makes memory for those whose weights this rank did not read.
 void make_room_for_weights(const TrainJob& job);

@@ -4,6 +4,7 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <exception>
 #include <functional>
 
 #include "plumb/pipeline/launch/spare_ranks.h"
@@ -299,9 +300,14 @@ void Trainer::Run::run_steps() {
 void Trainer::Run::finish() {
   const ProcessGroup& pipeline = ranks_.groups.pipeline;
   const bool first = pipeline.rank() == 0;
+  std::exception_ptr unsaved;  // the error of --save-hf, which must not cost --save or the caller's model
   if (!o_.save_hf.empty()) {
-    save_folder_weights(o_, job_, pipeline);
-    if (first) reports_->emit(event::Saved{o_.save_hf});
+    try {
+      save_folder_weights(o_, job_, pipeline);
+      if (first) reports_->emit(event::Saved{o_.save_hf});
+    } catch (const std::exception&) {
+      unsaved = std::current_exception();
+    }
   }
   if (!o_.save.empty() || o_.file.empty()) {
     make_room_for_weights(job_);
@@ -312,6 +318,10 @@ void Trainer::Run::finish() {
     } else if (o_.file.empty()) {
       take_trained(job_);
     }
+  }
+  if (unsaved) {
+    largest_of_all(pipeline, 0);  // a rank that ends with an error would end rank 0 while it writes
+    std::rethrow_exception(unsaved);
   }
   if (first) reports_->draw_timeline();
 }

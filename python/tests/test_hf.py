@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from plumb import hf
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
+COMMAND = pathlib.Path(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin/plumb").resolve()
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
 SMALL = dict(vocab_size=64, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32, max_position_embeddings=64)
@@ -373,6 +375,28 @@ def test_every_file_of_a_tokenizer_that_transformers_names_is_kept(tmp_path):
         (tmp_path / "in" / name).write_text(name)
     hf.save(hf.import_folder(tmp_path / "in", batch=1, length=8, fresh=0), tmp_path / "out")
     assert not [name for name in names if not (tmp_path / "out" / name).is_file() or (tmp_path / "out" / name).read_text() != name]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, tmp_path):
+    folder_of(llama, tmp_path / "in")
+    hf.import_folder(tmp_path / "in", tmp_path / "llama.pt2", batch=2, length=8)
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(64)) * 20)
+    command = (
+        f"{COMMAND} train llama.pt2 --data tokens.bin --steps 1000000 --save-hf out --save out.pt2 --json "
+        f"--stages {stages} --microbatches {stages}"
+    )
+    process = subprocess.Popen(command.split(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while '"step":' not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read()
+    (tmp_path / "out").rmdir()
+    (tmp_path / "out").touch()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode != 0 and "out/model" in said and "cannot be written: Not a directory" in said, said
+    weights = plumb.load_pt2(tmp_path / "out.pt2").state_dict()
+    before = stored(tmp_path / "in")
+    assert not torch.equal(weights["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
 def test_inputs_that_do_not_follow_from_the_config_are_given(tmp_path):
