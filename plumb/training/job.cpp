@@ -116,10 +116,10 @@ void check_going_on(const TrainOptions& o) {
   }
 }
 
-ExportedProgram open_program(const TrainOptions& o, const std::shared_ptr<GraphModule>& module) {
-  if (module) {
-    ExportedProgram program;
-    program.module = module;
+ExportedProgram open_program(const TrainOptions& o, const TrainParts& parts) {
+  if (parts.module) {
+    ExportedProgram program = parts.record;
+    program.module = parts.module;
     return program;
   }
   if (o.file.empty()) throw UsageError("FILE is missing", "a .pt2 file of torch.export.save or plumb");
@@ -204,7 +204,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
   const std::string name = o.file.empty() ? "the model" : o.file;
   phase("reading " + name);
-  job.program = open_program(o, parts.module);
+  job.program = open_program(o, parts);
   check_folders(o, job);
   const GraphModule& module = job.module();
   if (!o.formats.empty()) {

@@ -36,6 +36,7 @@ struct TrainHooks {
 struct TrainParts {
   std::shared_ptr<GraphModule> module;
   std::unique_ptr<BatchSource> batches;
+  ExportedProgram record = {};  // the module's record that --save and --save-hf write; its own module does not count
 };
 
 struct TrainJob {

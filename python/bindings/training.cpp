@@ -61,7 +61,8 @@ struct PythonTrainer {
 };
 
 std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const FieldTexts& texts,
-                                            std::shared_ptr<GraphModule> module, py::object batches,
+                                            std::shared_ptr<GraphModule> module, const ExportedProgram* program,
+                                            bool unit_scaled_layers, py::object batches,
                                             std::function<void(std::string_view, py::object)> event) {
   const TrainOptions options = read_options(config, texts);
   auto made = std::make_unique<PythonTrainer>();
@@ -73,6 +74,8 @@ std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const Fie
   };
   hooks.stop_signal = [&stop = made->stop] { return stop ? SIGINT : 0; };
   TrainParts parts{std::move(module), nullptr};
+  if (program) parts.record = *program;
+  parts.record.unit_scaled_layers = unit_scaled_layers;
   if (!batches.is_none()) parts.batches = std::make_unique<PythonBatches>(std::move(batches));
   py::gil_scoped_release release;
   made->trainer = std::make_unique<Trainer>(options, std::move(hooks), std::move(parts));
@@ -98,8 +101,8 @@ const Register training_part([](py::module_& m) {
       [](const std::string& config, const FieldTexts& texts) { return read_options(config, texts).saves_weights(); },
       py::arg("config"), py::arg("texts"), "Whether a file will have the trained weights.");
   py::class_<PythonTrainer>(m, "Trainer")
-      .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
-           py::arg("event"))
+      .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("program"),
+           py::arg("unit_scaled_layers"), py::arg("batches"), py::arg("event"))
       .def(
           "run",
           [](PythonTrainer& t) {

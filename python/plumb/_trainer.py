@@ -17,6 +17,7 @@ from ._graph_module import GraphModule
 from ._plain_state import from_plain, to_plain
 from ._progress import Progress, progress
 from ._state import sync_state
+from ._unit_scaled import is_marked
 
 _METHODS = {
     "options": "on_start",
@@ -85,9 +86,11 @@ class Trainer:
         self._progress: Progress | None = None
         self._done: Mapping[str, Any] | None = None  # the last step's event
         self._what = os.fspath(model) if isinstance(model, (str, os.PathLike)) else "a config's file" if model is None else "a graph"
-        engine = None
+        engine = record = None
+        has_layers = False  # tagged parameters belong to a model of unit-scaled layers
+        self._graph = model if isinstance(model, GraphModule) else None
         if isinstance(model, GraphModule):
-            engine = model._engine
+            engine, record, has_layers = model._engine, model._program, not is_marked(model)
             sync_state(engine, model._slots)
         elif isinstance(model, (str, os.PathLike)):
             options["file"] = os.fspath(model)
@@ -104,7 +107,7 @@ class Trainer:
         texts = {name.replace("_", "-"): _texts(value) for name, value in options.items() if value is not None}
         self.options = _C.train_toml(path, texts)
         """Every option, as a TOML document."""
-        self._trainer = _C.Trainer(path, texts, engine, batches, self._tell)
+        self._trainer = _C.Trainer(path, texts, engine, record, has_layers, batches, self._tell)
         first = os.environ.get("RANK", "0") == "0"
         if engine is None and first and not _C.train_saves_weights(path, texts):
             problem = "what is learned will be lost: no save, save_hf or checkpoints, and the model is a file"
@@ -119,6 +122,8 @@ class Trainer:
             return TrainResult(*self._trainer.run())
         finally:
             self._trainer = None  # its folder of checkpoints is free for the next
+            if self._graph is not None and any(p.is_meta for p in self._graph.parameters()):
+                self._graph.take_state()  # values that came from the folder of an import
             if self._progress is not None:
                 self._progress.close()
 

@@ -399,6 +399,36 @@ def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, t
     assert not torch.equal(weights["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
+def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_callers_model(tmp_path):
+    folder_of(llama, tmp_path / "in")
+    program = hf.load(tmp_path / "in", batch=2, length=8)
+
+    class Hooks:
+        def on_step(self, event):
+            (tmp_path / "out").rmdir()
+            (tmp_path / "out").touch()
+
+    before = {name: p.detach().clone() for name, p in program.named_parameters()}
+    trainer = plumb.Trainer(program, [(IDS, IDS)], steps=1, save_hf=tmp_path / "out", hooks=Hooks())
+    with pytest.raises(plumb.Error, match="cannot be written") as caught:
+        trainer.run()
+    assert caught.value.kind is plumb.ErrorKind.CannotWrite
+    assert not any(torch.equal(p, before[name]) for name, p in program.named_parameters())
+
+
+@pytest.mark.parametrize("enter", [hf.load, hf.import_folder])
+def test_a_trainer_saves_the_folder_of_a_graph_and_the_file_still_knows_it(enter, tmp_path):
+    folder_of(llama, tmp_path / "in")
+    program = enter(tmp_path / "in", batch=2, length=8)
+    plumb.Trainer(program, [(IDS, IDS)], steps=1, save_hf=tmp_path / "out", save=tmp_path / "out.pt2").run()
+    trained = stored(tmp_path / "out")
+    assert not any(torch.equal(trained[name], value) for name, value in stored(tmp_path / "in").items())
+    hf.save(plumb.load_pt2(tmp_path / "out.pt2"), tmp_path / "again")
+    hf.save(program, tmp_path / "in place")
+    for other in (stored(tmp_path / "again"), stored(tmp_path / "in place")):
+        assert trained.keys() == other.keys() and all(torch.equal(trained[name], other[name]) for name in trained)
+
+
 def test_inputs_that_do_not_follow_from_the_config_are_given(tmp_path):
     config = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8),
                   conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4,

@@ -431,3 +431,13 @@ def test_progress_in_a_notebook_is_an_escaped_bar():
     bar.close()
     assert shown[0].startswith('<progress value="1" max="4"></progress> <code>1/4  loss 1.5')
     assert shown[-1].startswith('<progress value="4" max="4"></progress> <code>4/4  loss 1.5')
+
+
+def test_weights_that_a_trainer_saves_fit_into_the_model_of_unit_scaled_layers_that_was_captured(tmp_path):
+    make = lambda: nn.Sequential(plumb.nn.Linear(8, 16), nn.ReLU(), plumb.nn.Linear(16, 8))  # noqa: E731
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    graph = plumb.capture(make(), x)
+    plumb.Trainer(graph, [(x, x)], steps=1, loss="mse", save=tmp_path / "out.pt2").run()
+    model = make()
+    model.load_state_dict(plumb.load_pt2(tmp_path / "out.pt2").state_dict())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), graph.parameters(), strict=True))
