@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <exception>
-#include <functional>
 
 #include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
@@ -66,17 +65,6 @@ class Trainer::Run {
     return std::nullopt;
   }
   int generation() const { return session_ && session_->members ? session_->members->generation() : 0; }
-  // Runs `write`. A report that cannot be written any more is given up, the training is not.
-  template <class Report>
-  void attempt(const char* option, std::unique_ptr<Report>& report, const std::function<void()>& write) {
-    try {
-      write();
-    } catch (const Error& e) {
-      if (e.kind() != ErrorKind::CannotWrite || o_.replay > 0) throw;  // a replay is run for its file
-      report.reset();
-      reports_->emit(event::LogProblem{std::string(option) + " ends here: " + e.message()});
-    }
-  }
   RankState rank_state() { return {held_tensors(job_, ranks_.rank()), step_->optimizer()}; }
 
   const TrainOptions o_;
@@ -202,9 +190,8 @@ void Trainer::Run::train_step(int64_t step) {
   faults_->begin_step(step);
   const Parts parts = cut_batch(o_, job_.batches->next(), parts_of_step(o_));
   if (verdict_) {
-    if (auto concluded = verdict_->step(step - start_, step == o_.steps, parts)) {
-      concluded->at_step = step;
-      reports_->emit(*concluded);
+    if (const auto report = verdict_->step(step - start_, step == o_.steps, parts)) {
+      reports_->concluded(step, *report);
       verdict_.reset();
     }
   }
@@ -223,16 +210,16 @@ void Trainer::Run::train_step(int64_t step) {
   if (hashes_) hashes_->gradients();
   step_->update(numbers);
   if (auditor_) auditor_->wrote();
-  if (hashes_) attempt("--hashes", hashes_, [&] { hashes_->end_step(held_tensors(job_, ranks_.rank())); });
+  if (hashes_ && !reports_->attempt("--hashes", [&] { hashes_->end_step(held_tensors(job_, ranks_.rank())); }))
+    hashes_.reset();
   if (step == start_ + 1 && o_.recompute != "none" && ranks_.in_first_pipeline()) {
     for (const auto& [index, stage] : step_->stages())
       reports_->emit(event::Recomputed{index, step_->pipeline().recomputed(index).text()});
   }
-  if (recorder_) {
-    attempt("--history", recorder_, [&] {
-      recorder_->step(step_->has_loss() ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
-    });
-  }
+  const auto record = [&] {
+    recorder_->step(step_->has_loss() ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
+  };
+  if (recorder_ && !reports_->attempt("--history", record)) recorder_.reset();
   reports_->step(step, numbers, parts, o_.lr * share);
 }
 

@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "plumb/analysis/verdict_page.h"
-#include "plumb/core/output_file.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -33,8 +31,7 @@ void check_verdict(const TrainOptions& o, const TrainJob& job) {
 }
 
 VerdictRun::VerdictRun(const TrainOptions& o, const TrainJob& job, at::Device device)
-    : o_(o),
-      job_(job),
+    : job_(job),
       device_(device),
       steps_(verdict_steps(o.verdict_steps, o.warmup)),
       verdict_(*job.pipe->stage(0), verdict_options(o)) {}
@@ -57,7 +54,7 @@ Verdict::Parts VerdictRun::losses(const Parts& parts) const {
   return all;
 }
 
-std::optional<event::Concluded> VerdictRun::step(int64_t step, bool last, const Parts& parts) {
+std::optional<VerdictReport> VerdictRun::step(int64_t step, bool last, const Parts& parts) {
   const bool measured = !steps_.empty() && steps_.front() == step && parts.total() > 0;
   if (!measured && !last) return std::nullopt;
   const Verdict::Parts batch = losses(parts);
@@ -66,10 +63,7 @@ std::optional<event::Concluded> VerdictRun::step(int64_t step, bool last, const 
     verdict_.measure(batch);
   }
   if (!steps_.empty() && !last) return std::nullopt;
-  const VerdictReport report = verdict_.conclude(batch);
-  if (!o_.verdict_page.empty()) verdict_page(report, o_.file).write(o_.verdict_page);
-  if (!o_.verdict_recipe.empty()) write_file_atomically(o_.verdict_recipe, report.recipe_file());
-  return event::Concluded{report.to_json(), step, report.to_text()};
+  return verdict_.conclude(batch);
 }
 
 }  // namespace plumb

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "plumb/training/job.h"
-#include "plumb/training/reports/events.h"
 #include "plumb/training/step/loss.h"
 #include "plumb/transforms/verdict/verdict.h"
 
@@ -16,17 +15,16 @@ void check_verdict(const TrainOptions& options, const TrainJob& job);
 
 class VerdictRun {
  public:
-  // Both must outlive it.
+  // The job must outlive it.
   VerdictRun(const TrainOptions& options, const TrainJob& job, at::Device device);
 
   // Takes part in a step before it is computed; `step` counts from 1, the first of this run. After the last measured
-  // step, or the training's last, returns the verdict, and has written the files that the options name.
-  std::optional<event::Concluded> step(int64_t step, bool last, const Parts& parts);
+  // step, or the training's last, returns the verdict.
+  std::optional<VerdictReport> step(int64_t step, bool last, const Parts& parts);
 
  private:
   Verdict::Parts losses(const Parts& parts) const;
 
-  const TrainOptions& o_;
   const TrainJob& job_;
   const at::Device device_;
   std::vector<int64_t> steps_;  // that are still to come

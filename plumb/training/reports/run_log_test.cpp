@@ -49,6 +49,21 @@ TEST_F(TrainingLog, AFullDiskEndsThePageAndNotTheTraining) {
   EXPECT_THAT(nlohmann::json(told.events).dump(), HasSubstr("--page ends here: /dev/full"));
 }
 
+TEST_F(TrainingLog, AFullDiskForAVerdictOrATimeLineIsReported) {
+  for (const char* name : {"verdict-page", "verdict-recipe", "timeline"}) {
+    TrainOptions o = options;
+    o.verdict = {"fp8"};
+    const std::string file = path(std::string(name) + ".svg");
+    set_field(o, train_field(name), {file});
+    fs::create_symlink("/dev/full", file);
+    const Told told = run(o, lm());
+    EXPECT_EQ(told.losses(), losses(options));
+    const std::string events = nlohmann::json(told.events).dump();
+    EXPECT_THAT(events, HasSubstr(std::string("--") + name + " ends here: " + file));
+    EXPECT_THAT(events, HasSubstr("\"verdict\":"));
+  }
+}
+
 TEST_F(TrainingLog, AFullDiskEndsHistoryAndHashesAndNotTheTraining) {
   TrainOptions o = options;
   std::ofstream(folder / "rules.toml") << "every = 1\n[[rule]]\n";

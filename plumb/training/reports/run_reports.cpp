@@ -1,9 +1,22 @@
 #include "plumb/training/reports/run_reports.h"
 
+#include "plumb/analysis/verdict_page.h"
+#include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/pipeline/launch/environment.h"
 
 namespace plumb {
+
+bool RunReports::attempt(const std::string& option, const std::function<void()>& write) const {
+  try {
+    write();
+    return true;
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::CannotWrite || o_.replay > 0) throw;  // a replay is run for its file
+    emit(event::LogProblem{option + " ends here: " + e.message()});
+    return false;
+  }
+}
 
 void RunReports::started() const {
   if (!is_first_) return;
@@ -44,6 +57,14 @@ void RunReports::log(bool last) {
   if (!problem.empty()) emit(event::LogProblem{problem});
 }
 
+void RunReports::concluded(int64_t step, const VerdictReport& report) const {
+  if (!o_.verdict_page.empty())
+    attempt("--verdict-page", [&] { verdict_page(report, o_.file).write(o_.verdict_page); });
+  if (!o_.verdict_recipe.empty())
+    attempt("--verdict-recipe", [&] { write_file_atomically(o_.verdict_recipe, report.recipe_file()); });
+  emit(event::Concluded{report.to_json(), step, report.to_text()});
+}
+
 void RunReports::checkpoints(const std::vector<CheckpointReport>& reports) const {
   for (const CheckpointReport& report : reports) {
     if (!report.problem.empty()) emit(event::CheckpointProblem{report.problem});
@@ -59,9 +80,11 @@ void RunReports::keep_timeline(int64_t step, std::vector<TimelineEvent> events) 
 
 void RunReports::draw_timeline() const {
   if (o_.timeline.empty() || timelines_.empty()) return;
-  const MeasuredStep drawn =
-      plumb::draw_timeline(o_.timeline, job_.schedule, timelines_, static_cast<int>(last_timeline_));
-  emit(event::Drew{o_.timeline, drawn.bubble, drawn.conclusion});
+  attempt("--timeline", [&] {
+    const MeasuredStep drawn =
+        plumb::draw_timeline(o_.timeline, job_.schedule, timelines_, static_cast<int>(last_timeline_));
+    emit(event::Drew{o_.timeline, drawn.bubble, drawn.conclusion});
+  });
 }
 
 }  // namespace plumb

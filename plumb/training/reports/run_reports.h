@@ -2,8 +2,10 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "plumb/checkpoint/checkpoint_writer.h"
@@ -11,6 +13,7 @@
 #include "plumb/training/reports/run_log.h"
 #include "plumb/training/step/loss.h"
 #include "plumb/training/step/train_step.h"
+#include "plumb/transforms/verdict/verdict.h"
 
 namespace plumb {
 
@@ -23,12 +26,16 @@ class RunReports {
   void emit(const TrainEvent& event) const {
     if (hooks_.event) hooks_.event(event);
   }
+  // Calls `write`. Returns false for a report that cannot be written, which is given up; the training is not.
+  bool attempt(const std::string& option, const std::function<void()>& write) const;
   // Reports the options and what follows from them.
   void started() const;
   // Opens the files and starts the clock. `after`: the step that the run goes on after; null: the run begins.
   void begin(std::optional<int64_t> after);
   void step(int64_t step, const TrainStep::Numbers& numbers, const Parts& parts, double rate);
   void evaluated(int64_t step, double loss, int64_t targets);
+  // Writes the files of a verdict that the options name.
+  void concluded(int64_t step, const VerdictReport& report) const;
   // Writes the last step's line.
   void log(bool last);
   void checkpoints(const std::vector<CheckpointReport>& reports) const;
