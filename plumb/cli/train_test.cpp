@@ -337,9 +337,10 @@ TEST_F(Checkpoints, AreWrittenOnSigtermAndTheRunGoesOn) {
   std::ofstream(folder() / "term.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << stop;
   for (const char* layout : {"", " --stages 2"}) {
     fs::remove_all(folder() / "run");
-    const std::string train = base() + "--steps 3000 --checkpoints run" + layout;
+    const std::string train = base() + "--steps 3000 --checkpoints run --eval-data tokens.bin" + layout;
     const Ended run = shell(PLUMB_TEST_PYTHON " term.py '" + train + "'");
     EXPECT_EQ(run.code, 75) << run.err;
+    EXPECT_EQ(run.out.find("eval_loss"), std::string::npos) << "it is not due" << run.out;
     const Ended rest = plumb(base() + "--steps 3000 --checkpoints run --steps 5");
     EXPECT_EQ(rest.code, 0) << rest.err;
     EXPECT_NE(rest.out.find("\"resumed\""), std::string::npos) << rest.out;

@@ -53,7 +53,7 @@ class Trainer::Run {
   void take_counted(const nlohmann::json& counted);
   void make_recorder();
   void train_step(int64_t step);
-  void evaluate(int64_t step, bool last);
+  void evaluate(int64_t step);
   void keep_copy(int64_t step);
   void run_steps();
   void finish();
@@ -223,13 +223,10 @@ void Trainer::Run::train_step(int64_t step) {
   reports_->step(step, numbers, parts, o_.lr * share);
 }
 
-void Trainer::Run::evaluate(int64_t step, bool last) {
-  if (evaluator_ && (last || (o_.eval_every > 0 && step % o_.eval_every == 0))) {
-    const Evaluation found = evaluator_->run();
-    result_.eval_loss = found.loss;
-    reports_->evaluated(step, found.loss, found.targets);
-  }
-  reports_->log(last);
+void Trainer::Run::evaluate(int64_t step) {
+  const Evaluation found = evaluator_->run();
+  result_.eval_loss = found.loss;
+  reports_->evaluated(step, found.loss, found.targets);
 }
 
 void Trainer::Run::keep_copy(int64_t step) {
@@ -259,7 +256,8 @@ void Trainer::Run::run_steps() {
     if (hooks_.stop_signal) stopped_by = largest_of_all(ranks_.world, hooks_.stop_signal());
     result_.steps = step;
     const bool last = step == end || stopped_by != 0;
-    evaluate(step, last);
+    if (evaluator_ && (step == end || (o_.eval_every > 0 && step % o_.eval_every == 0))) evaluate(step);
+    reports_->log(last);
     if (checkpoints_) checkpoints_->save(step, last);
     report_checkpoints();
     if (stopped_by != 0 && ranks_.is_first())
