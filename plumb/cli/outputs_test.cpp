@@ -191,6 +191,12 @@ TEST_F(Outputs, SayThatARunWasFinishedAndThatADeviceIsNotThere) {
     EXPECT_NE(again.out.find("all 2 steps were done before, in finished: nothing is trained"), std::string::npos)
         << again.out;
   }
+  const Ended left = plumb(run + " --page left.html --timeline left.svg --eval-data tokens.bin --eval-batches 1");
+  EXPECT_EQ(left.code, 0) << left.err;
+  EXPECT_NE(left.err.find("nothing is made for --page left.html, --timeline left.svg: all steps were done before"),
+            std::string::npos)
+      << left.err;
+  EXPECT_NE(left.out.find("evaluation after step 2: loss "), std::string::npos) << left.out;
   wrong("train lm.pt2 --data tokens.bin --steps 1 --device vulkan",
         "--device vulkan: this torch was built without VULKAN");
 }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <exception>
 
+#include "plumb/core/join.h"
 #include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/broadcast.h"
@@ -54,6 +55,7 @@ class Trainer::Run {
   void make_recorder();
   void train_step(int64_t step);
   void evaluate(int64_t step);
+  void report_no_step();
   void keep_copy(int64_t step);
   void run_steps();
   void finish();
@@ -233,6 +235,22 @@ void Trainer::Run::keep_copy(int64_t step) {
   if (!session_) return;
   session_->copies.take(step, rank_state(),
                         {{"data", job_.batches->state()},
+// Does what is left to do where all steps were done before, and names the files that only a step writes.
+void Trainer::Run::report_no_step() {
+  if (evaluator_) evaluate(start_);
+  std::string left;
+  for (const auto& [option, path] :
+       std::vector<std::pair<std::string, std::string>>{{"--page", o_.page},
+                                                        {"--timeline", o_.timeline},
+                                                        {"--verdict", join(o_.verdict, {}, ",")},
+                                                        {"--verdict-page", o_.verdict_page},
+                                                        {"--verdict-recipe", o_.verdict_recipe}}) {
+    if (!path.empty()) left += (left.empty() ? "" : ", ") + option + " " + path;
+  }
+  if (!left.empty() && ranks_.is_first())
+    reports_->emit(event::LogProblem{"nothing is made for " + left + ": all steps were done before"});
+}
+
                          {"gradient_groups", job_.pipeline.gradient_groups},
                          {"run", checkpoints_ ? checkpoints_->run() : 0}},
                         neighbor_ && neighbor_->has_neighbor() && !neighbor_->complete());
@@ -270,6 +288,7 @@ void Trainer::Run::run_steps() {
   if (checkpoints_) checkpoints_->wait();
   report_checkpoints();
   if (ranks_.in_first_pipeline()) finish();
+  if (start_ >= end) report_no_step();
   // A rank that has finished could not help one that is lost now.
   std::vector<int> each;
   for (int r = 0; r < ranks_.world.size(); ++r) each.push_back(r);

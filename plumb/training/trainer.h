@@ -10,6 +10,7 @@
 // stages and schedule, as far as the runtime's sums do not (pipeline/runtime.h).
 #pragma once
 
+#include <limits>
 #include <memory>
 
 #include "plumb/training/job.h"
@@ -20,7 +21,8 @@ struct TrainSession;
 
 struct TrainResult {
   int64_t steps = 0;  // number of completed steps
-  double loss = 0;    // mean over all targets that count in the last step (with --loss output: over its rows)
+  // Mean over all targets that count in the last step (with --loss output: over its rows). NaN if no step was done.
+  double loss = std::numeric_limits<double>::quiet_NaN();
   std::optional<double> eval_loss;
   int stopped_by = 0;  // the signal of TrainHooks::stop_signal, of whichever rank
 };

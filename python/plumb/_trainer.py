@@ -39,7 +39,7 @@ class TrainResult(NamedTuple):
     steps: int
     """The last step that was done."""
     loss: float
-    """The loss of that step, over all its rows."""
+    """The loss of that step, over all its rows; NaN if all steps were done before."""
     eval_loss: float | None
     """The loss of the last evaluation."""
     stopped: bool
