@@ -191,7 +191,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   }
   // One stage that --recut leaves has no wire. Its checkpoints name it, for the same command to go on from them.
   if (!o.recut) check_wire(o);
-  if (!o.plan.empty()) job.plan = read_plan(o.plan);
+  if (!o.plan.empty()) job.plan = o.plan_file->plan;
   job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);

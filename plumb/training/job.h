@@ -42,7 +42,7 @@ struct TrainParts {
 struct TrainJob {
   ExportedProgram program;
   Schedule schedule;
-  std::optional<PipelinePlan> plan;  // plan read from --plan
+  std::optional<PipelinePlan> plan;  // plan of --plan
   std::shared_ptr<Pipe> pipe;
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<Samples> eval_samples;  // null: no --eval-data
@@ -64,7 +64,8 @@ struct TrainJob {
 
 // Throws UsageError if a wire is given and there is one stage. The options are a command's own, before --recut.
 void check_wire(const TrainOptions& options);
-// Reads, checks and cuts: everything that can be wrong before processes meet. Throws UsageError or Error.
+// Reads, checks and cuts: everything that can be wrong before processes meet. The options must be checked(). Throws
+// UsageError or Error.
 TrainJob prepare_job(const TrainOptions& options, TrainParts parts, const TrainHooks& hooks);
 
 // Writes the program with the pipe's weights to options.save.

@@ -12,7 +12,6 @@
 #include "plumb/core/number_text.h"
 #include "plumb/core/toml_text.h"
 #include "plumb/schedule/generators.h"
-#include "plumb/schedule/pipeline_plan.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -364,7 +363,11 @@ namespace {
 // An option beside --plan has its default, or says the same.
 void take_plan(TrainOptions& options) {
   const TrainOptions defaults;
-  const PipelinePlan plan = read_plan(options.plan);
+  if (!options.plan_file || options.plan_file->path != options.plan) {
+    options.plan_file =
+        std::make_shared<TrainOptions::PlanFile>(TrainOptions::PlanFile{options.plan, read_plan(options.plan)});
+  }
+  const PipelinePlan& plan = options.plan_file->plan;
   const auto take = [&](const char* name, int64_t TrainOptions::*field, int64_t value) {
     if (options.*field != defaults.*field && options.*field != value)
       throw UsageError(c10::str("--", name, " ", options.*field, ": --plan ", options.plan, " is for ", value),

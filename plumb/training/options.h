@@ -5,10 +5,13 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
 #include <vector>
+
+#include "plumb/schedule/pipeline_plan.h"
 
 namespace plumb {
 
@@ -57,6 +60,13 @@ struct TrainOptions {
   std::string options;
   int64_t log_every = 1;
   bool quiet = false, dry_run = false, json = false;
+
+  // The file of `plan`, once checked() has read it: what follows takes it from here.
+  struct PlanFile {
+    std::string path;
+    PipelinePlan plan;
+  };
+  std::shared_ptr<const PlanFile> plan_file = nullptr;
 
   int processes() const { return static_cast<int>(stages * replicas); }
   // Returns whether a file will have the trained weights.

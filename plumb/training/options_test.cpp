@@ -4,6 +4,7 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
+#include "plumb/schedule/generators.h"
 #include "plumb/training/options_testing.h"
 #include "plumb/training/plan/dry_run.h"
 #include "plumb/training/recovery/lasting.h"
@@ -327,6 +328,19 @@ TEST_F(TrainingOptions, OfAProgramAreCheckedAsThoseOfACommand) {
   wrong(&TrainOptions::clip, -1, "--clip: -1");
   wrong(&TrainOptions::weight_decay, NAN, "--weight-decay: nan");
   wrong(&TrainOptions::accumulate, 0, "--accumulate: 0");
+}
+
+TEST_F(TrainingOptions, APlansFileIsReadOnce) {
+  PipelinePlan plan;
+  plan.schedule = make_schedule("1F1B", 1, 2);
+  plan.recompute = {"none"};
+  std::ofstream(path("plan.json")) << to_json(plan);
+  const TrainOptions read = checked(with("plan", {path("plan.json")}));
+  fs::remove(path("plan.json"));
+  EXPECT_EQ(run(read, lm()).losses(), run(with("microbatches", {"2"}), lm()).losses());
+  TrainOptions other = read;
+  other.plan = path("other.json");
+  EXPECT_THAT(message_of([&] { checked(other); }), HasSubstr("other.json"));
 }
 
 TEST_F(TrainingOptions, ATrainerRunsOnce) {

@@ -102,8 +102,9 @@ TrainResult train_lasting(const TrainOptions& given, const TrainHooks& hooks, Me
   return {};
 }
 
-TrainResult train_on_hosts(const TrainOptions& o, const TrainHooks& hooks, const RankEnvironment& place,
+TrainResult train_on_hosts(const TrainOptions& given, const TrainHooks& hooks, const RankEnvironment& place,
                            const std::function<void()>& before_steps) {
+  const TrainOptions o = without_outputs(checked(given));
   const int ranks = place.world_size;
   const bool fewer = o.recut && ranks < o.processes() && fewer_processes(o, ranks) > 0;
   const TrainOptions now = fewer ? options_for(o, fewer_processes(o, ranks)) : o;

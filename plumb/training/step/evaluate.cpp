@@ -144,6 +144,7 @@ Evaluation Evaluator::run() {
 Evaluation evaluate_file(TrainOptions options, const std::function<void(const std::string& what)>& phase) {
   options.eval_data = options.data;
   options.eval_targets = options.targets;
+  options = checked(std::move(options));
   const TrainJob job = prepare_job(options, {}, {.phase = phase});
   load_folder_weights(options, job, 0);
   const ProcessGroup alone;
