@@ -66,6 +66,17 @@ TEST_F(GoingOn, APipelineThatIsLeftAloneEvaluatesTheSameRows) {
   EXPECT_EQ(values(recut, "eval_loss"), wanted);
 }
 
+TEST_F(GoingOn, NeitherClockNorErrorsOfALostRankOutliveTheLoss) {
+  const Ended run = plumb(
+      "train lm.pt2 --data tokens.bin --steps 9 --stages 2 --data-parallel 2 --threads 1 --log-every 3 --save "
+      "other.pt2 "
+      "--max-restarts 1 --recut --inject 'kill rank 1 at 1F0 of step 3'");
+  EXPECT_EQ(run.code, 0) << run.err;
+  EXPECT_NE(run.out.find("goes on after step 2"), std::string::npos) << run.out;
+  EXPECT_EQ(run.out.find("  -"), std::string::npos) << "negative seconds" << run.out;
+  EXPECT_EQ(run.err.find("] plumb: rank"), std::string::npos) << "one was not needed any more" << run.err;
+}
+
 TEST_F(GoingOn, ARunOfWhichNothingKeepsTheWeightsEndsWithAnError) {
   for (const char* layout : {"", "--stages 2 "}) {
     const std::string run =

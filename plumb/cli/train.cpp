@@ -81,6 +81,7 @@ class Printer {
   void show(const event::OwnRates& e) { say(std::cout, "# learning rates: " + e.why); }
   void show(const event::Resumed& e) {
     say(std::cout, e.steps && *e.steps <= e.step
+    first_step_ = 0;  // the clock of the steps begins anew
                        ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
                                   ": nothing is trained (more --steps go on, --no-resume begins anew)")
                        : c10::str("goes on after step ", e.step, " from ", e.folder));
@@ -118,8 +119,7 @@ class Printer {
   // Returns "  0.12 s a step, 17000 tokens/s, 0.4 GB, 1 min 20 s left". The first step is left out of the mean: it also
   // makes what later steps find made.
   std::string speed(const event::Stepped& e) {
-    if (first_step_ == 0 || e.step <= last_step_) first_step_ = e.step, first_seconds_ = e.seconds;  // a new start
-    last_step_ = e.step;
+    if (first_step_ == 0) first_step_ = e.step, first_seconds_ = e.seconds;
     const auto steps = static_cast<double>(e.step - first_step_);
     const double each = steps == 0 ? e.seconds : (e.seconds - first_seconds_) / steps;
     std::string text = "  " + short_number(each) + " s a step";
@@ -139,7 +139,7 @@ class Printer {
   const int64_t every_;
   bool open_ = false;
   double first_seconds_ = 0;
-  int64_t first_step_ = 0, last_step_ = 0;
+  int64_t first_step_ = 0;
 };
 
 // Returns this process's own arguments.

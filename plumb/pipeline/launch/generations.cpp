@@ -31,6 +31,7 @@ namespace {
 
 constexpr const char* kHost = "127.0.0.1";
 constexpr const char* kEnd = "end";
+constexpr const char* kEndedWell = "ended well";
 constexpr const char* kInVain = "plumb/in-vain";
 
 std::string generation_key(int number) { return str("plumb/generation/", number); }
@@ -59,7 +60,7 @@ void Generations::begin(const std::vector<int>& processes) {
   store_->set(generation_key(++number_), text);
 }
 
-void Generations::end() { store_->set(generation_key(++number_), kEnd); }
+void Generations::end(bool well) { store_->set(generation_key(++number_), well ? kEndedWell : kEnd); }
 
 bool Generations::anyone_left() const { return store_->has(left_key(number_)); }
 bool Generations::has_left(int process) const { return store_->has(left_key(number_, process)); }
@@ -91,7 +92,8 @@ std::optional<RankEnvironment> Membership::next() {
   if (number_ < 0) store_->set(ready_key(process_), "1");
   while (true) {
     const std::string text = store_->get(generation_key(number_ + 1));
-    if (text == kEnd) return std::nullopt;
+    ended_well_ = text == kEndedWell;
+    if (ended_well_ || text == kEnd) return std::nullopt;
     ++number_;
     std::istringstream list(text);
     std::vector<int> members;

@@ -27,8 +27,8 @@ class Generations {
   int port() const { return port_; }
   // Makes the next generation of these processes (their numbers as launched), by rank.
   void begin(const std::vector<int>& processes);
-  // Ends the sequence: waiting processes end.
-  void end();
+  // Ends the sequence: waiting processes end. `well`: the last generation did what there was to be done.
+  void end(bool well);
   // Returns whether someone has left the generation that runs, and whether this process has.
   bool anyone_left() const;
   bool has_left(int process) const;
@@ -51,6 +51,8 @@ class Membership {
 
   // Waits for the next generation that has a place for this process; nullopt if there will be none.
   std::optional<RankEnvironment> next();
+  // Returns whether next() has found no generation because the last one ended well.
+  bool ended_well() const { return ended_well_; }
   // Returns the generation of the last next(); 0 for the first one.
   int generation() const { return number_; }
   // Leaves the group of its generation: this process has no connection of it any more.
@@ -65,6 +67,7 @@ class Membership {
   std::shared_ptr<LauncherStore> store_;
   RankEnvironment env_;
   int process_ = 0, number_ = -1;
+  bool ended_well_ = false;
 };
 
 }  // namespace plumb

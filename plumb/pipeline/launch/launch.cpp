@@ -213,7 +213,7 @@ class Launch {
   void give_up() {
     children_.watch(milliseconds(0));  // others may have ended before the one that was seen
     failed_at_ = Clock::now();
-    if (generations_) generations_->end();
+    if (generations_) generations_->end(false);
   }
 
   void signal_rest(int signal) {
@@ -251,7 +251,7 @@ class Launch {
   // They wait, and hold nothing that would be lost.
   void end_spares() {
     if (!generations_ || children_.all_ended()) return;
-    if (failed_at_ == Clock::time_point()) generations_->end();
+    if (failed_at_ == Clock::time_point()) generations_->end(true);
     const auto until = Clock::now() + milliseconds(1000);
     while (!children_.all_ended() && Clock::now() < until) children_.watch(milliseconds(5));
   }

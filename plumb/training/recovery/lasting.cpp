@@ -98,7 +98,7 @@ TrainResult train_lasting(const TrainOptions& given, const TrainHooks& hooks, Me
     session.copies.leave();
     session.members->leave();
   }
-  if (lost) throw *lost;
+  if (lost && !session.members->ended_well()) throw *lost;
   return {};
 }
 
