@@ -187,6 +187,26 @@ TEST_F(GoingOn, ProcessesThatCannotBeMetOrStartedAreNamed) {
   EXPECT_NE(orphan.err.find("cannot reach the store of its launcher"), std::string::npos) << orphan.err;
 }
 
+TEST_F(GoingOn, ARankThatCannotStartIsToldToThoseThatWaitForIt) {
+  const std::string ranks = "WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + own_port() +
+                            " timeout 45 " PLUMB_COMMAND " train lm.pt2 --stages 2 --steps 1 --save other.pt2 --data ";
+  for (const auto& [wrong, says] :
+       std::map<std::string, std::string>{{"missing.bin", "missing.bin: cannot be opened"},
+                                          {"tokens.bin --config missing.toml", "missing.toml: cannot be opened"}}) {
+    for (const int failed : {0, 1}) {
+      SCOPED_TRACE(wrong + " on rank " + std::to_string(failed));
+      const std::string other = "RANK=" + std::to_string(1 - failed) + " " + ranks + "tokens.bin";
+      const Ended both =
+          shell("(" + other + "; echo code $?) & RANK=" + std::to_string(failed) + " " + ranks + wrong + "; wait");
+      EXPECT_NE(both.out.find("code 1"), std::string::npos) << both.out;
+      EXPECT_NE(both.err.find("rank " + std::to_string(1 - failed) + " of 2 cannot start: rank " +
+                              std::to_string(failed) + " failed: " + says),
+                std::string::npos)
+          << both.err;
+    }
+  }
+}
+
 TEST_F(GoingOn, WhatIsPrintedIsWhatWasAskedFor) {
   const std::string train = "train lm.pt2 --data tokens.bin --steps 5 --lr 0.01 --threads 1 --group '*.bias: lr=0.5x' ";
   for (const char* layout : {"", "--stages 2 "}) {

@@ -19,6 +19,7 @@
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/launch/launch.h"
 #include "plumb/training/plan/dry_run.h"
+#include "plumb/training/ranks.h"
 #include "plumb/training/recovery/lasting.h"
 #include "plumb/training/trainer.h"
 
@@ -80,8 +81,8 @@ class Printer {
   void show(const event::Group& e) { say(std::cerr, "# group " + e.group + ": " + join(e.parameters)); }
   void show(const event::OwnRates& e) { say(std::cout, "# learning rates: " + e.why); }
   void show(const event::Resumed& e) {
-    say(std::cout, e.steps && *e.steps <= e.step
     first_step_ = 0;  // the clock of the steps begins anew
+    say(std::cout, e.steps && *e.steps <= e.step
                        ? c10::str("all ", e.step, " steps were done before, in ", e.folder,
                                   ": nothing is trained (more --steps go on, --no-resume begins anew)")
                        : c10::str("goes on after step ", e.step, " from ", e.folder));
@@ -298,7 +299,6 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
-  check_wire(o);
   // The reader of what is printed may go (`| head`): the weights are not lost with it. Where there is nothing to lose
   // the signal ends the training, as it ends other commands.
   if (o.saves_weights()) ::signal(SIGPIPE, SIG_IGN);
@@ -348,7 +348,12 @@ void add_train(CLI::App& app) {
       "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "
       "--stages 2 --save trained.pt2");
   sub->callback([given] {
-    if (const int code = train_command(read_options(given->config, given->texts)); code != 0) throw ExitCode{code};
+    TrainOptions o;
+    before_meeting([&] {
+      o = read_options(given->config, given->texts);
+      check_wire(o);
+    });
+    if (const int code = train_command(o); code != 0) throw ExitCode{code};
   });
 }
 

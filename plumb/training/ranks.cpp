@@ -3,11 +3,21 @@
 #include <algorithm>
 #include <chrono>
 
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
+
+void before_meeting(const std::function<void()>& prepare) {
+  try {
+    prepare();
+  } catch (const std::exception& e) {
+    if (const auto place = discover_ranks()) tell_cannot_start(*place, error_text(e));
+    throw;
+  }
+}
 
 TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   const auto place = given != nullptr ? std::optional(*given) : o.processes() > 1 ? discover_ranks() : std::nullopt;
@@ -20,6 +30,7 @@ TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
     of_group.timeout = std::chrono::seconds(given->starts_again ? std::max<int64_t>(o.patience, 30) : o.patience);
     ranks.everyone = make_gloo_group(*given, of_group);
   } else if (o.processes() > 1) {
+    of_group.timeout = std::chrono::seconds(std::max<int64_t>(o.patience, 60));  // one may read longer than others
     ranks.everyone = make_group_from_environment(of_group);
   }
   ranks.everyone.set_timeout(std::chrono::seconds(o.patience));

@@ -1,6 +1,8 @@
 // The processes of a training, and this one's place among them.
 #pragma once
 
+#include <functional>
+
 #include "plumb/pipeline/transport/process_group.h"
 #include "plumb/training/options.h"
 
@@ -17,6 +19,9 @@ struct TrainRanks {
   // This rank's number in its pipeline.
   int rank() const { return groups.pipeline.rank(); }
 };
+
+// Calls `prepare`, the work of a rank before it meets the others. Throws what it throws, and tells the others of it.
+void before_meeting(const std::function<void()>& prepare);
 
 // Meets the other ranks. `place`: this process's place in a generation of its launcher; null: its environment tells it.
 // Throws UsageError if the launcher started another number of processes than the options need.

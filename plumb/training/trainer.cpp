@@ -100,7 +100,11 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
       job_(*own_job_) {
   const ProcessSettings settings(o_);
   torch::manual_seed(static_cast<uint64_t>(o_.seed));
-  if (!session) job_ = prepare_job(o_, std::move(parts), hooks_);
+  const auto prepare = [&] { job_ = prepare_job(o_, std::move(parts), hooks_); };
+  if (!session && o_.processes() > 1)
+    before_meeting(prepare);
+  else if (!session)
+    prepare();
   ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
   machines_ = other_machines(ranks_.world);
   if (session) {
@@ -231,10 +235,6 @@ void Trainer::Run::evaluate(int64_t step) {
   reports_->evaluated(step, found.loss, found.targets);
 }
 
-void Trainer::Run::keep_copy(int64_t step) {
-  if (!session_) return;
-  session_->copies.take(step, rank_state(),
-                        {{"data", job_.batches->state()},
 // Does what is left to do where all steps were done before, and names the files that only a step writes.
 void Trainer::Run::report_no_step() {
   if (evaluator_) evaluate(start_);
@@ -251,6 +251,10 @@ void Trainer::Run::report_no_step() {
     reports_->emit(event::LogProblem{"nothing is made for " + left + ": all steps were done before"});
 }
 
+void Trainer::Run::keep_copy(int64_t step) {
+  if (!session_) return;
+  session_->copies.take(step, rank_state(),
+                        {{"data", job_.batches->state()},
                          {"gradient_groups", job_.pipeline.gradient_groups},
                          {"run", checkpoints_ ? checkpoints_->run() : 0}},
                         neighbor_ && neighbor_->has_neighbor() && !neighbor_->complete());
@@ -284,11 +288,11 @@ void Trainer::Run::run_steps() {
       reports_->keep_timeline(step, step_->pipeline().gather_timeline());
     keep_copy(step);
   }
+  if (start_ >= end) report_no_step();
   result_.stopped_by = static_cast<int>(stopped_by);
   if (checkpoints_) checkpoints_->wait();
   report_checkpoints();
   if (ranks_.in_first_pipeline()) finish();
-  if (start_ >= end) report_no_step();
   // A rank that has finished could not help one that is lost now.
   std::vector<int> each;
   for (int r = 0; r < ranks_.world.size(); ++r) each.push_back(r);

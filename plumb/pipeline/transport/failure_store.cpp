@@ -8,12 +8,11 @@
 #include <vector>
 
 #include "plumb/core/str.h"
+#include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/pipeline/transport/interruptible_wait.h"
 
 namespace plumb {
 namespace {
-
-std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 std::string failure_key(int rank) { return str("plumb/failure/", rank); }
 std::string late_key(int rank) { return str("plumb/late/", rank); }

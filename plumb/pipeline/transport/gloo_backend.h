@@ -4,6 +4,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/pipeline/transport/process_group.h"
@@ -12,6 +16,9 @@ namespace plumb {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const std::string& master_address, const GlooOptions& options);
+
+// Returns a text as c10d's stores take it.
+inline std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 // Returns Gloo's own words, without the place in its source and its advice:
 // "Read error [127.0.0.1]:61108: Connection reset by peer".

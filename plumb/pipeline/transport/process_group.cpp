@@ -8,6 +8,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
@@ -40,6 +41,9 @@ struct ProcessGroup::State {
 namespace {
 
 std::string present_key(int rank) { return str("plumb/present/", rank); }
+// "go" once all ranks are present, or "!" and why a rank does not come. Ranks that do not start count themselves.
+constexpr const char* kStart = "plumb/start";
+constexpr const char* kNotStarted = "plumb/not-started";
 
 // Returns the ranks that have not shown up in the store: "1, 3 and 4".
 std::string missing_ranks(c10d::Store& store, int size) {
@@ -80,37 +84,51 @@ void add_device_backend(ProcessGroup::State& state) {
   state.device = device;
 }
 
+bool serves_store(const RankEnvironment& env) { return env.rank == 0 && !env.launcher_serves_store; }
+std::string address_of(const RankEnvironment& env) { return str(env.master_address, ":", env.master_port); }
+
+// Returns the store in which the ranks meet: rank 0's or the launcher's.
+c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& env, std::chrono::milliseconds timeout) {
+  const bool serves = serves_store(env);
+  const auto what =
+      str("rank ", env.rank, " of ", env.world_size,
+          serves ? " cannot serve the store at " : " cannot reach the store of rank 0 at ", address_of(env));
+  c10::intrusive_ptr<c10d::Store> opened =
+      connecting(what, "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT", [&] {
+        c10d::TCPStoreOptions store;
+        store.port = static_cast<std::uint16_t>(env.master_port);
+        store.isServer = serves;
+        store.timeout = timeout;
+        store.waitWorkers = false;
+        int port = env.master_port;
+        const int socket = !serves                     ? -1
+                           : env.listening_socket >= 0 ? env.listening_socket
+                                                       : listen_at(env.master_address, port);
+        if (socket >= 0) store.masterListenFd = socket;
+        return c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
+      });
+  if (env.store_prefix.empty()) return opened;
+  return c10::make_intrusive<c10d::PrefixStore>(env.store_prefix, opened);
+}
+
 // Meets the other ranks in the store of rank 0.
 std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::State> state) {
   const NoSigpipe inherited;
   const RankEnvironment& env = state->env;
   const GlooOptions& options = state->options;
-  const std::string address = str(env.master_address, ":", env.master_port);
   const std::string me = str("rank ", env.rank, " of ", env.world_size);
-  const bool serves = env.rank == 0 && !env.launcher_serves_store;
-  require_descriptors(me, (env.world_size + kDescriptorsBeside) * (serves ? 2 : 1));
-  const auto what = str(me, serves ? " cannot serve the store at " : " cannot reach the store of rank 0 at ", address);
-  state->store = connecting(what, "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT", [&] {
-    c10d::TCPStoreOptions store;
-    store.port = static_cast<std::uint16_t>(env.master_port);
-    store.isServer = serves;
-    store.timeout = options.timeout;
-    store.waitWorkers = false;
-    int port = env.master_port;
-    const int socket = !serves                     ? -1
-                       : env.listening_socket >= 0 ? env.listening_socket
-                                                   : listen_at(env.master_address, port);
-    if (socket >= 0) store.masterListenFd = socket;
-    return c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
-  });
-  if (!env.store_prefix.empty()) {
-    state->store = c10::make_intrusive<c10d::PrefixStore>(env.store_prefix, state->store);
-  }
+  require_descriptors(me, (env.world_size + kDescriptorsBeside) * (serves_store(env) ? 2 : 1));
+  state->store = open_store(env, options.timeout);
+  std::string start;
   try {
-    state->store->set(present_key(env.rank), std::vector<std::uint8_t>{1});
+    state->store->set(present_key(env.rank), as_bytes("1"));
     std::vector<std::string> all;
     for (int r = 0; r < env.world_size; r++) all.push_back(present_key(r));
-    state->store->wait(all, options.timeout);
+    if (state->store->check(all)) state->store->set(kStart, as_bytes("go"));
+    state->store->wait({kStart}, options.timeout);
+    const auto bytes = state->store->get(kStart);
+    start.assign(bytes.begin(), bytes.end());
+    if (start.starts_with('!')) state->store->add(kNotStarted, 1);
   } catch (const std::exception& e) {
     std::string missing;
     try {
@@ -119,8 +137,11 @@ std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::Sta
       missing = "0 (its store is gone)";
     }
     throw Error(ErrorKind::Communication,
-                str(me, " waited ", options.timeout.count(), " ms at ", address, " for rank ", missing));
+                str(me, " waited ", options.timeout.count(), " ms at ", address_of(env), " for rank ", missing));
   }
+  if (start.starts_with('!'))
+    throw Error(ErrorKind::Communication, str(me, " cannot start: ", start.substr(1)), "",
+                "look at what that rank printed");
   state->backend =
       connecting(me + " cannot connect to its peers",
                  "on several hosts set GLOO_SOCKET_IFNAME to the network interface to use", [&] {
@@ -228,6 +249,25 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
               str("rank ", env.rank, " of ", env.world_size, " waited ", limit.count(), " ms at ", env.master_address,
                   ":", env.master_port, " for rank 0, whose store does not answer"),
               "", "look at rank 0 (stopped? overloaded?), or give a longer time-out");
+}
+
+void tell_cannot_start(const RankEnvironment& env, const std::string& why) noexcept {
+  if (env.world_size == 1 || env.starts_again || env.launcher == "plumb") return;
+  constexpr std::chrono::seconds limit(10);
+  try {
+    within(limit, [env, why, limit] {
+      const NoSigpipe inherited;
+      const auto until = std::chrono::steady_clock::now() + limit;
+      const auto store = open_store(env, limit);
+      if (!store->check({kStart})) store->set(kStart, as_bytes(str("!rank ", env.rank, " failed: ", why)));
+      store->add(kNotStarted, 1);
+      while (serves_store(env) && store->add(kNotStarted, 0) < env.world_size &&
+             std::chrono::steady_clock::now() < until)
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      return true;
+    });
+  } catch (const std::exception&) {  // the others wait for their time-out
+  }
 }
 
 ProcessGroup make_group_from_environment(const GlooOptions& options) {

@@ -98,8 +98,13 @@ using MakeDeviceBackend =
 void register_device_backend(c10::DeviceType type, MakeDeviceBackend make);
 
 // Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
-// Throws Error(Communication) that names the address, and the ranks that did not come, after the time-out.
+// Throws Error(Communication) that names the address, and the ranks that did not come, after the time-out; at once if
+// a rank says that it cannot start.
 ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options = {});
+
+// Tells the ranks that wait in make_gloo_group() that this one does not come, and why. Does nothing where the launcher
+// itself ends the others: plumb's, and torchrun's agent. Rank 0 serves the store for that; it takes 10 seconds at most.
+void tell_cannot_start(const RankEnvironment& env, const std::string& why) noexcept;
 
 // Returns the group the launcher made this process for (environment.h); one process alone if there is none.
 ProcessGroup make_group_from_environment(const GlooOptions& options = {});
