@@ -35,21 +35,6 @@ std::shared_ptr<GraphModule> conversion_graph(const JsonDoc& doc, const Json& te
   }
 }
 
-// `value` in the shape, dtype and layout of `as`, as a leaf.
-at::Tensor value_for(const std::string& name, const at::Tensor& as, const at::Tensor& value) {
-  if (value.sizes() != as.sizes() || value.is_floating_point() != as.is_floating_point()) {
-    throw Error(ErrorKind::TensorMismatch,
-                c10::str("'", name, "' is ", value.scalar_type(), value.sizes(), " in the folder, and ",
-                         as.scalar_type(), as.sizes(), " in the program"),
-                "", "import the program from this folder again");
-  }
-  at::NoGradGuard no_grad;
-  at::Tensor own = value;
-  if (value.scalar_type() != as.scalar_type() || value.strides() != as.strides() || value.storage_offset() != 0)
-    own = at::empty_strided(as.sizes(), as.strides(), value.options().dtype(as.scalar_type())).copy_(value);
-  return own.detach().set_requires_grad(as.requires_grad());
-}
-
 // Reads what is wanted of a folder, each conversion once.
 class Reader {
  public:
@@ -83,6 +68,20 @@ class Reader {
 };
 
 }  // namespace
+
+at::Tensor value_for(const std::string& name, const at::Tensor& as, const at::Tensor& value) {
+  if (value.sizes() != as.sizes() || value.is_floating_point() != as.is_floating_point()) {
+    throw Error(ErrorKind::TensorMismatch,
+                c10::str("'", name, "' is ", value.scalar_type(), value.sizes(), " in the folder, and ",
+                         as.scalar_type(), as.sizes(), " in the program"),
+                "", "import the program from this folder again");
+  }
+  at::NoGradGuard no_grad;
+  at::Tensor own = value;
+  if (value.scalar_type() != as.scalar_type() || value.strides() != as.strides() || value.storage_offset() != 0)
+    own = at::empty_strided(as.sizes(), as.strides(), value.options().dtype(as.scalar_type())).copy_(value);
+  return own.detach().set_requires_grad(as.requires_grad());
+}
 
 std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std::string>& from,
                                        const std::vector<std::string>& to, const std::vector<at::Tensor>& tensors) {

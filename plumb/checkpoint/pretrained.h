@@ -37,6 +37,10 @@ struct Pretrained {
 // Throws Error(InvalidState) for weights of a unit-scaled model: they mean something else in the folder's own.
 void refuse_unit_scaled(const TensorFolder& folder);
 
+// Returns the folder's value of a tensor in the dtype and layout of `as`, as a leaf. Throws Error(TensorMismatch) if it
+// has another shape.
+at::Tensor value_for(const std::string& name, const at::Tensor& as, const at::Tensor& value);
+
 // Returns a conversion's results, in the order of `to`. Throws Error(BadFile) if its graph does not fit the tensors.
 std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std::string>& from,
                                        const std::vector<std::string>& to, const std::vector<at::Tensor>& tensors);

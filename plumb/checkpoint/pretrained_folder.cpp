@@ -120,14 +120,16 @@ at::Tensor tensor_of(const State& state, const std::string& name) {
 class Unread {
  public:
   explicit Unread(std::string source) : source_(std::move(source)) {}
-  at::Tensor read(const std::string& stored, const at::Tensor& as, const std::string& name) {
-    if (!folder_) {
-      std::error_code error;
-      if (source_.empty() || !fs::exists(source_, error))
-        throw Error(ErrorKind::InvalidState, "'" + name + "' has no values to save", "", "load its weights first");
-      folder_ = std::make_unique<TensorFolder>(source_);
+  at::Tensor read(const std::string& stored, const std::string& name) {
+    if (source_.empty())
+      throw Error(ErrorKind::InvalidState, "'" + name + "' has no values to save", "", "load its weights first");
+    if (std::error_code error; !folder_ && !fs::exists(source_, error)) {
+      throw Error(ErrorKind::InvalidState,
+                  "'" + name + "' has no values to save: " + source_ + ", which has them, is not there any more", "",
+                  "that folder in its place, and save again");
     }
-    return folder_->read(stored).to(as.scalar_type());
+    if (!folder_) folder_ = std::make_unique<TensorFolder>(source_);
+    return folder_->read(stored);
   }
 
  private:
@@ -207,7 +209,7 @@ void write_weights(const std::string& out, const StateParts& parts, size_t part,
   NamedTensors tensors;
   for (const auto& [stored, name] : share.plain) {
     const at::Tensor tensor = tensor_of(state, name);
-    tensors.emplace_back(stored, tensor.is_meta() ? unread.read(stored, tensor, name) : tensor);
+    tensors.emplace_back(stored, tensor.is_meta() ? value_for(name, tensor, unread.read(stored, name)) : tensor);
   }
   for (const Pretrained::Conversion* conversion : share.conversions) {
     std::vector<at::Tensor> from;
@@ -215,7 +217,7 @@ void write_weights(const std::string& out, const StateParts& parts, size_t part,
     std::vector<at::Tensor> results;
     if (from[0].is_meta()) {
       for (const std::string& stored : conversion->stored)
-        results.push_back(unread.read(stored, from[0], conversion->state[0]));
+        results.push_back(unread.read(stored, conversion->state[0]).to(from[0].scalar_type()));
     } else {
       results = run_conversion(*conversion->save, conversion->state, conversion->stored, from);
     }

@@ -167,6 +167,13 @@ TEST_F(Folders, WhatNoPartUsesIsCopiedFromTheFolder) {
   finish_weights_folder(out(), parts, known, (folder_ / "in").string());
   EXPECT_EQ(TensorFolder(out()).names(), in().names());
   EXPECT_TRUE(at::equal(TensorFolder(out()).read("e.0"), e0_));
+  write_safetensors((folder_ / "in/model.safetensors").string(), {{"old.wte", e0_}, {"e.0", e0_}, {"e.1", e1_}});
+  const auto unread = part({"wte"});
+  EXPECT_EQ(error_of([&] { write_weights(out(), {&unread->state()}, 0, known, (folder_ / "in").string()); }).message(),
+            "'wte' is Float[3] in the folder, and Float[4, 3] in the program");
+  fs::rename(folder_ / "in", folder_ / "gone");
+  EXPECT_THAT(error_of([&] { write_weights(out(), parts, 1, known, (folder_ / "in").string()); }).message(),
+              HasSubstr((folder_ / "in").string() + ", which has them, is not there any more"));
   // Nothing is left over: one file.
   fs::remove_all(out());
   write_weights(out(), {&used->state(), &used->state()}, 0, known, "");
