@@ -49,6 +49,7 @@ TEST_F(Importing, EveryCommandThatNeedsWeightsCanBeGivenThem) {
   for (const std::string& command : commands) {
     wrong(command, "--weights is missing: the program has no weights, and ");
     wrong(command + " --weights nowhere", "--weights nowhere: is not there");
+    wrong(command + " --weights moved/model.safetensors", "--weights moved/model.safetensors: is no folder");
     const Ended done = plumb(command + " --weights moved");
     EXPECT_EQ(done.code, 0) << command << "\n" << done.err;
   }

@@ -51,6 +51,8 @@ std::string weights_folder(const std::string& weights, const ExportedProgram& pr
                                      : "--weights " + folder + ": is not there",
                      "--weights FOLDER");
   }
+  if (!std::filesystem::is_directory(folder, error))
+    throw UsageError("--weights " + folder + ": is no folder", "--weights FOLDER");
   const TensorFolder opened = used_by(
       weights.empty() ? "--weights is missing: the program has no weights" : "--weights",
       [&] { return TensorFolder(folder); }, "--weights FOLDER");
