@@ -80,6 +80,7 @@ void check_outputs(const TrainOptions& o) {
   check_folder("--dump", o.dump);
   check_folder("--tensorboard", o.tensorboard);
   check_folder("--checkpoints", o.checkpoints);
+  check_folder("--save-hf", o.save_hf);
   check_timeline(o.timeline);
   if (o.replay > 0 && o.hashes.empty()) throw UsageError("--replay: nothing says where to", "--hashes FILE");
   if (o.replay > o.steps) {

@@ -399,6 +399,14 @@ def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, t
     assert not torch.equal(weights["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
+def test_a_folder_of_what_cannot_be_written_is_refused_before_the_training(tmp_path):
+    folder_of(llama, tmp_path / "in")
+    program = hf.load(tmp_path / "in", batch=2, length=8)
+    with pytest.raises(plumb.Error, match="--save-hf /proc/self/out: cannot be written") as caught:
+        plumb.Trainer(program, [(IDS, IDS)], steps=1, save_hf="/proc/self/out")
+    assert caught.value.kind is plumb.ErrorKind.CannotWrite
+
+
 def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_callers_model(tmp_path):
     folder_of(llama, tmp_path / "in")
     program = hf.load(tmp_path / "in", batch=2, length=8)
