@@ -309,7 +309,11 @@ void Trainer::Run::finish() {
   const ProcessGroup& pipeline = ranks_.groups.pipeline;
   const bool first = pipeline.rank() == 0;
   std::exception_ptr unsaved;  // the error of --save-hf, which must not cost --save or the caller's model
-  if (!o_.save_hf.empty()) {
+  const bool goes_on =
+      checkpoints_ && result_.stopped_by != 0 && largest_of_all(pipeline, !checkpoints_->has_last()) == 0;
+  if (!o_.save_hf.empty() && goes_on) {  // the folder has to be new when the same command runs again
+    if (first) reports_->emit(event::LogProblem{"--save-hf " + o_.save_hf + " is written at the end of the training"});
+  } else if (!o_.save_hf.empty()) {
     try {
       save_folder_weights(o_, job_, pipeline);
       if (first) reports_->emit(event::Saved{o_.save_hf});

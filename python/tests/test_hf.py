@@ -407,6 +407,25 @@ def test_a_folder_of_what_cannot_be_written_is_refused_before_the_training(tmp_p
     assert caught.value.kind is plumb.ErrorKind.CannotWrite
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_training_that_is_stopped_and_goes_on_writes_its_folder_at_its_end(stages, tmp_path):
+    folder_of(llama, tmp_path / "in")
+    hf.import_folder(tmp_path / "in", tmp_path / "llama.pt2", batch=2, length=8)
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(64)) * 20)
+    command = (
+        f"{COMMAND} train llama.pt2 --data tokens.bin --checkpoints run --save-hf out --json --stages {stages} --microbatches {stages}"
+    ).split()
+    process = subprocess.Popen([*command, "--steps", "1000000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    while '"step":' not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert "--save-hf out is written at the end" in process.communicate(timeout=120)[0]
+    assert process.returncode == 75 and not list((tmp_path / "out").iterdir())
+    last = int(max((tmp_path / "run").glob("step-*")).name[5:])
+    subprocess.run([*command, "--steps", str(last + 1)], cwd=tmp_path, check=True, capture_output=True)
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_callers_model(tmp_path):
     folder_of(llama, tmp_path / "in")
     program = hf.load(tmp_path / "in", batch=2, length=8)

@@ -282,8 +282,10 @@ void RunCheckpoints::wait() {
   if (writer_) writer_->wait();
 }
 
+bool RunCheckpoints::has_last() const { return world_.rank() != 0 || !writer_->problem(); }
+
 void RunCheckpoints::require_last() const {
-  if (world_.rank() != 0 || !writer_->problem()) return;
+  if (has_last()) return;
   throw Error(ErrorKind::CannotWrite,
               options_.checkpoints + ": the checkpoint of step " + std::to_string(last_saved_) +
                   " was not written, and nothing else keeps the weights",

@@ -43,6 +43,8 @@ class RunCheckpoints {
   // Saves after `step`, if it is time, or `now`. Written in the background.
   void save(int64_t step, bool now);
   void wait();
+  // Returns whether the last save is written, on rank 0; true elsewhere. Called after wait().
+  bool has_last() const;
   // Throws Error(CannotWrite) on rank 0 if the last save failed. Called after wait().
   void require_last() const;
   // Called after a rank has failed: waits a few seconds at most for unwritten files.
