@@ -287,6 +287,14 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     assert "save_pretrained" in refused("safetensors files alone", folder, batch=1, length=8).remedy
 
 
+@pytest.mark.parametrize("read", [hf.load, hf.import_folder])
+def test_a_folder_whose_name_is_no_utf8_is_refused_by_it(read, tmp_path):
+    folder = tmp_path / os.fsdecode(b"in\xff")
+    folder_of(llama, folder)
+    with pytest.raises(plumb.Error, match=r"in\\udcff': its name is no UTF-8"):
+        read(folder, batch=1, length=8)
+
+
 BART = dict(model_type="bart", architectures=["BartForConditionalGeneration"], d_model=16, encoder_attention_heads=2)
 
 

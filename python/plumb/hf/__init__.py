@@ -20,6 +20,7 @@ from .._errors import Error, ErrorKind
 from .._exported import save_pt2
 from .._graph_module import GraphModule
 from .._state import sync_state
+from .._trees import in_utf8
 from ..pipelining import SplitPoint, pipeline
 from ..pipelining._IR import CutPipe
 from . import _model
@@ -85,6 +86,8 @@ def import_folder(
     Raises `plumb.Error` naming the file, the parameter, or the operator that a graph cannot hold.
     """
     folder = os.fspath(folder)
+    if not in_utf8(os.path.abspath(folder)):
+        raise Error(f"{os.path.abspath(folder)!r}: its name is no UTF-8, in which a program names its folder", remedy="another name")
     _model.transformers()
     values = _model.read_values(folder)
     with only_folder(folder, values):
