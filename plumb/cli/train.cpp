@@ -30,7 +30,8 @@ namespace {
 class Printer {
  public:
   explicit Printer(const TrainOptions& o)
-      : json_(o.json),
+      : options_(o),
+        json_(o.json),
         quiet_(o.quiet && !started_by_plumb()),
         bar_(!o.json && ::isatty(STDOUT_FILENO) == 1),
         print_options_(o.options == "-"),
@@ -115,6 +116,9 @@ class Printer {
   void show(const event::Drew& e) {
     say(std::cout, "drew " + e.path + "  bubble " + percent(e.bubble) + "\n" + e.conclusion);
   }
+  void show(const TrainNeeds& e) {
+    std::cout << to_text(e, options_);  // which ends its last line
+  }
   void show(const auto&) {}  // for --json only
 
   // Returns "  0.12 s a step, 17000 tokens/s, 0.4 GB, 1 min 20 s left". The first step is left out of the mean: it also
@@ -136,6 +140,7 @@ class Printer {
     std::snprintf(text, sizeof text, "%.6f", value);
     return text;
   }
+  const TrainOptions& options_;  // they outlive the training
   const bool json_, quiet_, bar_, print_options_;
   const int64_t every_;
   bool open_ = false;
@@ -311,10 +316,19 @@ int train_command(const TrainOptions& o) {
                               " processes on this machine, ", kMostHere, " at most"),
                      "fewer, or torchrun or srun over several machines");
   }
-  if (!o.saves_weights()) {
+  if (!o.saves_weights() && !o.dry_run) {
     note_nothing_to_save();
     if (!started_by_plumb() && (alone || environment->rank == 0))
       std::cerr << "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints" << std::endl;
+  }
+  const bool others_start = !alone && !started_by_plumb();
+  if (others_start && o.spares > 0) {
+    throw UsageError("--spares: " + environment->launcher + " starts the processes",
+                     "leave it out; under torchrun, ranks that the layout does not need are spares");
+  }
+  if (others_start && !on_hosts && o.max_restarts > 0 && !o.recut && environment->rank == 0) {
+    std::cerr << "plumb: --max-restarts: makes up for no lost rank, for " << environment->launcher
+              << " starts the processes" << std::endl;
   }
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && !on_hosts && o.recut && !started_by_plumb() &&
