@@ -13,12 +13,14 @@ namespace {
 int number(const Variables& read, const std::string& name, int least, int most, std::optional<int> otherwise = {}) {
   const auto text = read(name);
   if (!text && otherwise) return *otherwise;
-  if (!text) throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is not set");
+  const std::string remedy = "set it as the launcher does, for every rank, or unset the launcher's variables";
+  if (!text) throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is not set", "", remedy);
   int value = 0;
   auto [end, failed] = std::from_chars(text->data(), text->data() + text->size(), value);
   if (failed != std::errc() || end != text->data() + text->size() || value < least || value > most) {
     throw Error(ErrorKind::InvalidArgument,
-                str("environment variable ", name, " is '", *text, "', not a whole number from ", least, " to ", most));
+                str("environment variable ", name, " is '", *text, "', not a whole number from ", least, " to ", most),
+                "", remedy);
   }
   return value;
 }
