@@ -50,8 +50,9 @@ Table ranks_table(const PlannedModel& planned, const ScheduleChoice& choice) {
 
 HtmlReport plan_page(const PlannedModel& planned, const ScheduleChoice& choice, const std::string& model) {
   const int ranks = choice.schedule.num_ranks(), microbatches = choice.schedule.num_microbatches;
-  HtmlReport page("Plan of " + model,
-                  std::to_string(ranks) + " ranks, " + std::to_string(microbatches) + " microbatches");
+  HtmlReport page("Plan of " + model, std::to_string(ranks) + (ranks == 1 ? " rank, " : " ranks, ") +
+                                          std::to_string(microbatches) +
+                                          (microbatches == 1 ? " microbatch" : " microbatches"));
   page.section("The plan").prose(conclusion(planned, choice) + ".");
   const ScheduleChoice* other = planned.best_named();
   if (other == nullptr || other == &choice) other = planned.find("1F1B");
