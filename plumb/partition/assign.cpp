@@ -81,6 +81,11 @@ std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std:
 std::vector<size_t> find_cuts(const Graph& graph, const State& state, const std::vector<Node*>& ops,
                               const SplitOptions& options) {
   std::vector<size_t> cuts = options.cut_before;
+  for (const size_t cut : cuts) {
+    if (cut <= ops.size()) continue;
+    throw Error(ErrorKind::InvalidArgument,
+                str("SplitOptions::cut_before has ", cut, ", the graph has ", ops.size(), " operators to cut before"));
+  }
   size_t position = 0;
   for (const Node* node : graph.nodes()) {
     if (is_pipe_split(*node)) {

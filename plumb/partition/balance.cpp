@@ -199,6 +199,8 @@ class Balancer {
   std::vector<int64_t> parameters_from(size_t i) const;
   int64_t memory(int stage, size_t i, size_t j, int64_t parameter_bytes) const {
     const int in_flight = options_.in_flight ? options_.in_flight(stage) : options_.stages - stage;
+    if (in_flight < 0)
+      throw Error(ErrorKind::Partition, str("stage ", stage, " cannot hold ", in_flight, " microbatches at once"));
     return static_cast<int64_t>(static_cast<double>(parameter_bytes) * options_.bytes_per_parameter_byte) +
            static_cast<int64_t>(in_flight) * activations(i, j);
   }

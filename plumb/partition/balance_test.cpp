@@ -106,6 +106,14 @@ TEST(Balance, KeepsMemoryLimits) {
               HasSubstr("3 places for a cut, 5 stages need 4"));
 }
 
+TEST(Balance, RefusesANegativeNumberOfMicrobatches) {
+  const auto module = gpt(1, false, false);
+  BalanceOptions options;
+  options.in_flight = [](int stage) { return -stage; };
+  EXPECT_THAT(message_of([&] { balance(*module, measure_cost(*module, gpt_inputs(), 1), options); }),
+              HasSubstr("stage 1 cannot hold -1 microbatches at once"));
+}
+
 TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
   auto module = gpt(4, true, false);
   const auto before = module->deep_copy();

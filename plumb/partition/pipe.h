@@ -28,6 +28,9 @@ class Pipe {
     std::string held_as;  // its name there; another name of the same tensor for tied weights
     at::Tensor tensor;    // if no stage holds it
   };
+  // A pipe that is moved is copied: the graphs are shared, and the old one can still be used.
+  Pipe(const Pipe&) = default;
+  Pipe& operator=(const Pipe&) = default;
   // Throws Error(InvalidState) if the loss is a constant.
   Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Graph whole, std::vector<Origin> origins,
        TreeSpec in_spec, TreeSpec out_spec, std::vector<std::string> notes);

@@ -38,6 +38,16 @@ TEST(Pipe, TakesStructuredCallsAsTheWholeDoes) {
   EXPECT_FALSE(pipe->has_loss_and_backward());
 }
 
+TEST(Pipe, CanBeUsedAfterItWasMoved) {
+  auto pipe = pipeline(*gpt(1, true, true));
+  const at::Tensor wanted = pipe->run(gpt_inputs())[0].toTensor();
+  const Pipe moved(std::move(*pipe));
+  EXPECT_TRUE(same(moved.run(gpt_inputs())[0].toTensor(), wanted));
+  EXPECT_TRUE(same(pipe->run(gpt_inputs())[0].toTensor(), wanted));
+  EXPECT_EQ(pipe->merge()->state().size(), moved.merge()->state().size());
+  EXPECT_EQ(pipe->print_readable(), moved.print_readable());
+}
+
 TEST(Pipe, ForwardTrainsThroughAllStages) {
   auto whole = gpt(2, false, true);
   auto pipe = pipeline(*whole);

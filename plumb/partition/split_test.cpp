@@ -127,6 +127,16 @@ TEST(Split, CutsThatLeaveNothingMakeNoStage) {
   EXPECT_EQ(out[1].toInt(), 3);
 }
 
+TEST(Split, ACutBeforeAnOperatorThatIsNotThereIsRefused) {
+  const auto two = model("graph { %x: f32[3] = placeholder \"x\" %a = aten::neg(%x) %b = aten::exp(%a) output(%b) }");
+  SplitOptions options;
+  options.cut_before = {1, 2};
+  EXPECT_EQ(pipeline(*two, options)->num_stages(), 2);
+  options.cut_before = {1, 3};
+  EXPECT_THAT(message_of([&] { pipeline(*two, options); }),
+              HasSubstr("SplitOptions::cut_before has 3, the graph has 2 operators"));
+}
+
 TEST(Split, SkipConnectionsGoStraightToTheirUsers) {
   State state;
   at::manual_seed(0);

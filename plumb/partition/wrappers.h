@@ -7,6 +7,7 @@
 #include <functional>
 #include <utility>
 
+#include "plumb/core/error.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb {
@@ -31,7 +32,9 @@ template <typename Model>
 struct TrivialLossWrapperImpl : torch::nn::Module {
   using LossFn = std::function<at::Tensor(const at::Tensor& output, const at::Tensor& targets)>;
   TrivialLossWrapperImpl(Model model, LossFn loss)
-      : module(register_module("module", std::move(model))), loss_fn(std::move(loss)) {}
+      : module(register_module("module", std::move(model))), loss_fn(std::move(loss)) {
+    if (!loss_fn) throw Error(ErrorKind::InvalidArgument, "trivial_loss_wrapper: the loss is empty", "", "give one");
+  }
   at::Tensor forward(const at::Tensor& input, const at::Tensor& targets) { return loss_fn(module(input), targets); }
   Model module;
   LossFn loss_fn;

@@ -23,6 +23,8 @@ TEST(Wrappers, APipeSequentialIsOneStageAModule) {
   EXPECT_TRUE(at::equal(pipe->run({x})[0].toTensor(), net->forward(x)));
 }
 
+TEST(Wrappers, ALossWrapperNeedsALoss) { EXPECT_THROW(trivial_loss_wrapper(three_parts(), nullptr), Error); }
+
 TEST(Wrappers, ALossWrapperMakesAPipeThatGoesBack) {
   auto net = three_parts();
   auto wrapped = trivial_loss_wrapper(
