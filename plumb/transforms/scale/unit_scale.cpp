@@ -126,6 +126,11 @@ class UnitScaler {
           made = r.to.empty() ? r.build(graph_, *node) : build_same_arguments(graph_, node, r.to);
         }
         if (!made) continue;
+        if (&made->graph() != &graph_) {
+          throw Error(ErrorKind::InvalidArgument,
+                      "the replacement of " + r.from + " has returned a node of another graph", node->meta().where(),
+                      "make it with the graph that the function is given");
+        }
         report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for").asked = true;
         replace_and_name(graph_, node, made);
         users_choice_.insert(made);

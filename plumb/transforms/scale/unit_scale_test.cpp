@@ -426,6 +426,19 @@ TEST(UnitScale, ScalesAHundredThousandNodes) {
   EXPECT_EQ(report.count(ReportKind::Residual), 33'333u);
 }
 
+TEST(UnitScale, RefusesAReplacementThatIsInAnotherGraph) {
+  Graph other;
+  UnitScaleOptions options;
+  options.replace = {{"aten::gelu", "", [&](Graph&, const Node&) { return other.placeholder("x"); }}};
+  try {
+    unit_scale(gpt(), options);
+    FAIL() << "no error";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::InvalidArgument);
+    EXPECT_THAT(e.what(), HasSubstr("the replacement of aten::gelu has returned a node of another graph"));
+  }
+}
+
 TEST(UnitScale, RunsFromTheTableOfPasses) {
   auto module = gpt();
   std::vector<std::string> lines;

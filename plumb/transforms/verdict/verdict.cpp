@@ -165,6 +165,10 @@ class Verdict::Batch {
     std::vector<at::Tensor> parameters, sum;
     ++report_.gradients;
     for (const Part& part : parts_) {
+      if (!part) {
+        throw Error(ErrorKind::InvalidArgument, "a part of the batch has no function", "",
+                    "give one that returns the part's loss");
+      }
       const at::Tensor loss = part(graph);
       if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
         const std::string found = !loss.defined()     ? "undefined"

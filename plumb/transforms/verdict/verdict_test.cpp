@@ -179,6 +179,8 @@ TEST(Verdict, WhatCannotBeMeasuredIsAnErrorThatSaysSo) {
   EXPECT_THAT(message_of([&] { verdict(*net, {none}, {.recipes = {"bf16"}}); }),
               HasSubstr("no number with a gradient"));
   EXPECT_THAT(message_of([&] { verdict(*net, {}); }), HasSubstr("no batch was measured"));
+  EXPECT_THAT(message_of([&] { verdict(*net, {{Verdict::Part()}}); }),
+              HasSubstr("a part of the batch has no function"));
 }
 
 TEST(Verdict, MeasuresHalfOfItsStepsBehindTheWarmUp) {
