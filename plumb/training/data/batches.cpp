@@ -6,7 +6,10 @@
 namespace plumb {
 
 EpochBatches::EpochBatches(std::unique_ptr<Samples> samples, int64_t rows_of_batch, bool shuffle, uint64_t seed)
-    : samples_(std::move(samples)), rows_(rows_of_batch), shuffle_(shuffle), seed_(seed) {}
+    : samples_(std::move(samples)), rows_(rows_of_batch), shuffle_(shuffle), seed_(seed) {
+  if (!samples_ || samples_->rows() < 1 || rows_ < 1)
+    throw Error(ErrorKind::InvalidArgument, "batches need samples, at least one row of them and one row a batch");
+}
 
 Batch EpochBatches::next() {
   const int64_t all = samples_->rows();
@@ -36,7 +39,10 @@ void EpochBatches::load_state(const nlohmann::json& state) {
 std::string EpochBatches::identity() const { return samples_->identity(); }
 
 ReadAhead::ReadAhead(std::unique_ptr<BatchSource> source, size_t ahead)
-    : source_(std::move(source)), ahead_(ahead), state_(source_->state()) {}
+    : source_(std::move(source)), ahead_(std::max<size_t>(ahead, 1)) {
+  if (!source_) throw Error(ErrorKind::InvalidArgument, "ReadAhead has no source of batches");
+  state_ = source_->state();
+}
 
 ReadAhead::~ReadAhead() { stop(); }
 
@@ -104,6 +110,8 @@ void ReadAhead::load_state(const nlohmann::json& state) {
 }
 
 Permutation::Permutation(int64_t n, uint64_t key) : n_(static_cast<uint64_t>(n)) {
+  if (n < 1 || n > int64_t{1} << 62)
+    throw Error(ErrorKind::InvalidArgument, "a permutation of " + std::to_string(n) + " numbers", "", "1 to 2^62");
   while (2 * half_bits_ < 62 && (n_ - 1) >> (2 * half_bits_) != 0) ++half_bits_;
   mask_ = (uint64_t{1} << half_bits_) - 1;
   for (size_t round = 0; round < keys_.size(); ++round) keys_[round] = mix_bits(mix_bits(key) + round);
@@ -111,6 +119,10 @@ Permutation::Permutation(int64_t n, uint64_t key) : n_(static_cast<uint64_t>(n))
 
 int64_t Permutation::operator()(int64_t i) const {
   auto x = static_cast<uint64_t>(i);
+  if (x >= n_) {
+    throw Error(ErrorKind::InvalidArgument,
+                "a permutation of " + std::to_string(n_) + " numbers has no number " + std::to_string(i));
+  }
   do {
     uint64_t left = x >> half_bits_, right = x & mask_;
     for (const uint64_t key : keys_) {

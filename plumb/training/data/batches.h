@@ -23,9 +23,9 @@ namespace plumb {
 // average. The same on every machine.
 class Permutation {
  public:
-  // n from 1 to 2^62.
+  // n from 1 to 2^62, else throws Error(InvalidArgument).
   Permutation(int64_t n, uint64_t key);
-  // i from 0 to n - 1.
+  // i from 0 to n - 1, else throws Error(InvalidArgument).
   int64_t operator()(int64_t i) const;
 
  private:
