@@ -237,6 +237,14 @@ bool is_unread(const Node& node, const Value* value) {
 
 }  // namespace
 
+void Session::refuse_other_memory() {
+  const int index = module_state_.find_moved();
+  if (index < 0) return;
+  recorder.refuse("the forward gives '" + recorder.attributes[static_cast<size_t>(index)].name +
+                      "' other memory in a way that cannot be seen (set_data)",
+                  "write the values with copy_()");
+}
+
 void Session::refuse_gradients() {
   const auto refuse = [&](const std::string& name) {
     recorder.refuse(

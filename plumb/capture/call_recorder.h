@@ -2,20 +2,127 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <variant>
 #include <vector>
 
 #include "plumb/capture/capture.h"
-#include "plumb/capture/value_table.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/graph.h"
 #include "plumb/graph/module_state_guard.h"
 
 namespace plumb {
+
+// An argument while recording: values are numbers, because records can still be thrown away.
+struct RecordedArg {
+  std::variant<int, c10::IValue, std::vector<RecordedArg>> data;
+};
+
+// Calls `visit` with the number of every value in it, in order.
+template <class Visit>
+void for_each_value(const RecordedArg& arg, const Visit& visit) {
+  if (const int* value = std::get_if<int>(&arg.data)) visit(*value);
+  if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data)) {
+    for (const RecordedArg& element : *list) for_each_value(element, visit);
+  }
+}
+
+// Returns whether `is` holds for a tensor of a value, itself or an element of a list.
+template <class Is>
+bool any_tensor(const c10::IValue& v, const Is& is) {
+  if (v.isTensor()) return is(v.toTensor());
+  if (!v.isList() || v.isIntList() || v.isDoubleList()) return false;
+  const auto elements = v.toListRef();
+  return std::any_of(elements.begin(), elements.end(), [&](const c10::IValue& e) { return any_tensor(e, is); });
+}
+
+struct Record {
+  c10::OperatorHandle op;
+  std::vector<RecordedArg> args;
+  std::vector<int32_t> layout;  // as Node::result_layout()
+  std::vector<int> results;     // value numbers, flattened
+  bool grad_enabled;
+  std::shared_ptr<const ModuleStack> modules;
+  std::shared_ptr<const SourceLocation> source;
+  bool dynamic = false;  // sizes of its results may depend on the data
+};
+
+// The facts known of a value number.
+struct RecordedValue {
+  enum Origin : uint8_t { Input, Attribute, Result } origin = Result;
+  TensorMeta meta;
+  bool requires_grad = false;
+  bool from_constants = false;  // made of constants alone: the same at every call
+  bool dead = false;            // its record was thrown away
+  bool written = false;         // its memory was written since: requires_grad may have changed
+  bool dynamic = false;         // its sizes may depend on the data
+  bool size_guarded = false;    // a node checks them
+  const void* grad_fn = nullptr;
+  int attribute = -1;  // index into CallRecorder::attributes
+  // The values that its tensor object and its memory were before, -1 for none: once this one is dead, they are again.
+  int object_before = -1, memory_before = -1;
+};
+
+// Values by identity: the number that a tensor object, or the memory it shows, has in a recording.
+class ValueTable {
+ public:
+  // Adds a value with dtype, sizes and gradient state of this tensor, which may be undefined. Returns its number.
+  int add(const at::Tensor& tensor, RecordedValue::Origin origin);
+  // Binds this tensor object, and every tensor that shows the same memory in the same way, to this value.
+  void bind(const at::Tensor& tensor, int value);
+
+  struct Found {
+    int value = -1;  // -1: unknown
+    bool by_memory = false;
+  };
+  // Finds the value that this tensor is: by its object, else by storage, offset, sizes, strides and dtype.
+  Found find(const at::Tensor& tensor) const;
+  // Finds the value of this tensor object, or -1.
+  int find_object(const at::Tensor& tensor) const;
+
+  // Marks the values bound to this tensor's storage as written: writing through a view can make its base require grad.
+  void mark_written(const at::Tensor& tensor);
+  // Forgets the results added since `first` values were known: their tensors are again what they were before.
+  void drop_results(size_t first);
+
+  RecordedValue& operator[](int value) { return values_[static_cast<size_t>(value)]; }
+  const RecordedValue& operator[](int value) const { return values_[static_cast<size_t>(value)]; }
+  size_t size() const { return values_.size(); }
+
+ private:
+  struct Memory {
+    const void* storage;
+    int64_t offset;
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+    auto operator<=>(const Memory&) const = default;
+  };
+  // Weak references keep an address from being used again and leave use_count alone, on which factories depend.
+  template <class Weak>
+  struct Entry {
+    int value;
+    Weak keep;
+  };
+  using ObjectEntry = Entry<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>;
+  using MemoryEntry = Entry<c10::weak_intrusive_ptr<c10::StorageImpl>>;
+
+  // Returns the value, or the first living one in the chain of those before it; -1 if there is none.
+  int living(int value, int RecordedValue::*before) const;
+  static std::optional<Memory> memory_of(const at::Tensor& tensor);
+
+  std::vector<RecordedValue> values_;
+  std::unordered_map<const c10::TensorImpl*, ObjectEntry> by_object_;
+  std::map<Memory, MemoryEntry> by_memory_;
+  std::unordered_map<const void*, std::vector<int>> by_storage_;  // bound since the storage was last written
+};
 
 // Memory whose contents in a replay are not those that the program sees, after an assignment to `.data`.
 class StaleMemory {

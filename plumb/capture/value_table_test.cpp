@@ -1,4 +1,4 @@
-#include "plumb/capture/value_table.h"
+#include "plumb/capture/call_recorder.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
