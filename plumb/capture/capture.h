@@ -68,7 +68,7 @@ struct CaptureRequest {
   bool has_libraries = false;
   bool training = false;
   // Class names by module path, if nothing calls push_module() and pop_module(): nodes then get their modules by the
-  // parameters that they read (module_names.h).
+  // parameters that they read (build.cpp).
   std::map<std::string, std::string> module_types;
 };
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options = {});

@@ -1,7 +1,6 @@
 #include "plumb/numerics/metrics.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "plumb/core/error.h"
@@ -9,7 +8,6 @@
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/element.h"
 #include "plumb/numerics/metrics_gather.h"
-#include "plumb/numerics/metrics_sum.h"
 
 namespace plumb {
 namespace {

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "plumb/numerics/metrics.h"
-#include "plumb/numerics/metrics_sum.h"
 #include "plumb/tensors/run_rows.h"
 
 namespace plumb {
