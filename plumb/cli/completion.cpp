@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <iostream>
 #include <memory>
-#include <sstream>
 
 #include "plumb/cli/commands.h"
+#include "plumb/core/text.h"
 #include "plumb/training/usage.h"
 
 namespace plumb::cli {
@@ -32,11 +32,8 @@ std::string first_sentence(const std::string& text) {
 std::vector<std::string> values_of(const CLI::Option& option) {
   const std::string type = option.get_type_name();
   const size_t begin = type.find('{'), end = type.find('}');
-  std::vector<std::string> out;
-  if (begin == std::string::npos || end == std::string::npos) return out;
-  std::stringstream list(type.substr(begin + 1, end - begin - 1));
-  for (std::string value; std::getline(list, value, ',');) out.push_back(value);
-  return out;
+  if (begin == std::string::npos || end == std::string::npos) return {};
+  return split_commas(type.substr(begin + 1, end - begin - 1));
 }
 
 std::vector<Choice> options_of(const CLI::App& app) {

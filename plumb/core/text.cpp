@@ -1,5 +1,7 @@
 #include "plumb/core/text.h"
 
+#include <sstream>
+
 namespace plumb {
 
 size_t utf8_length(std::string_view text) {
@@ -68,6 +70,13 @@ bool matches_pattern(std::string_view pattern, std::string_view text) {
   }
   while (p < pattern.size() && pattern[p] == '*') ++p;
   return p == pattern.size();
+}
+
+std::vector<std::string> split_commas(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
 }
 
 }  // namespace plumb

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace plumb {
 
@@ -17,5 +18,8 @@ std::string printable(std::string_view text);
 // Returns whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the
 // text for each star.
 bool matches_pattern(std::string_view pattern, std::string_view text);
+
+// Splits at commas: "a,b" is a and b.
+std::vector<std::string> split_commas(const std::string& text);
 
 }  // namespace plumb

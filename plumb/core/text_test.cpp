@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "plumb/core/error.h"
+#include "plumb/core/toml_text.h"
 
 namespace plumb {
 namespace {
@@ -42,6 +44,20 @@ TEST(Text, PatternsFitAsInAShell) {
   EXPECT_FALSE(matches_pattern("head", "head.weight"));
   EXPECT_FALSE(matches_pattern("?", ""));
   EXPECT_FALSE(matches_pattern(std::string(2000, '*') + "b", std::string(2000, 'a')));
+}
+
+TEST(Text, SplitsAtCommas) {
+  EXPECT_EQ(split_commas("a,b"), (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(split_commas("a,,b,"), (std::vector<std::string>{"a", "", "b"}));
+  EXPECT_TRUE(split_commas("").empty());
+}
+
+TEST(Text, IsWrittenAsATomlStringOfOneLineThatReadsBackTheSame) {
+  for (const std::string text : {"adamw", "it's", "a \"word\"", "C:\\runs", "two\nlines", "\x01", ""}) {
+    const std::string written = toml_string(text);
+    EXPECT_TRUE(written.starts_with('"') && written.find('\n') == std::string::npos) << written;
+    EXPECT_EQ(parse_toml("x = " + written, "options.toml", "")["x"].value<std::string>(), text);
+  }
 }
 
 }  // namespace

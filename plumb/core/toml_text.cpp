@@ -1,5 +1,7 @@
 #include "plumb/core/toml_text.h"
 
+#include <sstream>
+
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 
@@ -20,6 +22,15 @@ toml::table parse_toml(std::string_view text, const std::string& file, const std
     throw Error(ErrorKind::BadFile, str(file, ":", e.source().begin.line, ": is no TOML: ", e.description()), "",
                 remedy);
   }
+}
+
+std::string toml_string(const std::string& text) {
+  using enum toml::format_flags;
+  const toml::value<std::string> value(text);
+  std::ostringstream out;
+  out << toml::toml_formatter(
+      value, toml::toml_formatter::default_flags & ~(allow_literal_strings | allow_multi_line_strings));
+  return out.str();
 }
 
 }  // namespace plumb

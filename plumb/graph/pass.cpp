@@ -6,11 +6,11 @@
 #include <limits>
 #include <memory>
 #include <ranges>
-#include <sstream>
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/core/output_file.h"
+#include "plumb/core/text.h"
 
 namespace plumb {
 namespace {
@@ -89,8 +89,7 @@ bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options,
 
 PassStep parse_pass_step(const std::string& text) {
   std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
+  for (const std::string& part : split_commas(text)) {
     // "c::d=e" is a part of a list, too: no option is named like an operator.
     const std::string name = part.substr(0, part.find('='));
     if (parts.size() > 1 && (name == part || name.find(':') != std::string::npos)) {

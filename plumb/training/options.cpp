@@ -315,13 +315,6 @@ std::string shortest(T value) {
 
 }  // namespace
 
-std::vector<std::string> split_commas(const std::string& text) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
-  return parts;
-}
-
 void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts) {
   if (field.is_list()) {
     options.*std::get<std::vector<std::string> O::*>(field.member) =
@@ -402,11 +395,6 @@ TrainOptions read_options(const std::string& config, const FieldTexts& texts) {
 
 std::string to_toml(const TrainOptions& options) {
   std::ostringstream out;
-  const auto quoted = [](const std::string& text) {
-    std::ostringstream one;
-    one << toml::value<std::string>(text);
-    return one.str();
-  };
   for (const TrainField& field : train_fields()) {
     const auto texts = field_texts(options, field);
     if (!field.is_list() && texts.empty()) {
@@ -415,10 +403,10 @@ std::string to_toml(const TrainOptions& options) {
     }
     out << field.name << " = ";
     if (field.is_list()) {
-      out << "[" << join(texts, quoted) << "]\n";
+      out << "[" << join(texts, toml_string) << "]\n";
     } else {
       const bool text = std::holds_alternative<std::string O::*>(field.member);
-      out << (text ? quoted(texts[0]) : texts[0]) << "\n";
+      out << (text ? toml_string(texts[0]) : texts[0]) << "\n";
     }
   }
   return out.str();

@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "plumb/core/text.h"
 #include "plumb/schedule/pipeline_plan.h"
 
 namespace plumb {
@@ -98,9 +99,6 @@ struct TrainField {
 const std::vector<TrainField>& train_fields();
 // Finds a field by name, "_" and "-" alike. Throws Error(UnknownName) with near names.
 const TrainField& train_field(const std::string& name);
-
-// Splits at commas: "a,b" is a and b.
-std::vector<std::string> split_commas(const std::string& text);
 
 // Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a
 // flag. Throws UsageError "--steps: 0 is no whole number of 1 or more".

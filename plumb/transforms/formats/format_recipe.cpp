@@ -110,15 +110,6 @@ class RecipeReader {
   const std::string& file_;
 };
 
-std::string quoted(const std::string& text) {
-  const bool plain =
-      std::ranges::all_of(text, [](unsigned char c) { return c >= ' ' && c < 127 && c != '"' && c != '\\'; });
-  if (plain) return '"' + text + '"';
-  std::ostringstream out;
-  out << toml::value<std::string>(text);
-  return out.str();
-}
-
 // Multiplies the gradient of an input or parameter. Uses by nodes of codes, which have no gradient, stay.
 bool scale_gradient_of(Graph& graph, Node* node, double factor) {
   Value* value = node->result();
@@ -159,8 +150,8 @@ void FormatRecipe::check() const {
 }
 
 std::string FormatRecipe::to_toml() const {
-  std::string out = "fwd = " + quoted(fwd) + "\nbwd = " + quoted(bwd) + "\n";
-  if (!scales.empty()) out += "scales = " + quoted(scales) + "\n";
+  std::string out = "fwd = " + toml_string(fwd) + "\nbwd = " + toml_string(bwd) + "\n";
+  if (!scales.empty()) out += "scales = " + toml_string(scales) + "\n";
   if (unit_scaled) out += "unit-scaled = true  # the model is unit_scale()'s: plumb opt --pass=unit_scale\n";
   if (loss_scale != 1) {
     std::ostringstream number;
@@ -168,9 +159,9 @@ std::string FormatRecipe::to_toml() const {
     out += "loss-scale = " + number.str() + "\n";
   }
   for (const ProductFormats& p : products) {
-    out += "\n[[product]]\nname = " + quoted(p.name) + "\n";
-    if (p.fwd) out += "fwd = " + quoted(*p.fwd) + "\n";
-    if (p.bwd) out += "bwd = " + quoted(*p.bwd) + "\n";
+    out += "\n[[product]]\nname = " + toml_string(p.name) + "\n";
+    if (p.fwd) out += "fwd = " + toml_string(*p.fwd) + "\n";
+    if (p.bwd) out += "bwd = " + toml_string(*p.bwd) + "\n";
   }
   return out;
 }
