@@ -5,7 +5,8 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/pass.h"
+#include "plumb/core/text.h"
+#include "plumb/graph/passes/functionalise.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
 #include "plumb/transforms/rewrite.h"
@@ -69,7 +70,7 @@ class Simulator {
     report_unmatched(module_, options_.exclude, report_);
     bool in_place = false;
     for (const Node* node : graph_.nodes()) in_place |= writes_a_product(node);
-    if (in_place) find_pass("functionalise").run(module_, {}, nullptr);
+    if (in_place) functionalise(module_);
     data_ = differentiable_nodes(graph_, state_, [](const Node&) { return false; });  // behind a detach, too
     bool changed = take_recurrent_apart();
     data_.insert(taken_apart_.begin(), taken_apart_.end());
@@ -269,11 +270,8 @@ const RegisterTransform simulate_format_pass{
 }  // namespace
 
 std::vector<std::string> split_names(const std::string& text) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    if (!part.empty()) parts.push_back(part);
-  }
+  std::vector<std::string> parts = split_commas(text);
+  std::erase(parts, "");
   return parts;
 }
 

@@ -83,9 +83,8 @@ class ResidualFinder {
     for (size_t n = 0; n < attention_.size(); ++n) attention_[n] = is_attention(arrays_.nodes[n]);
   }
 
-  ResidualAnalysis find(const std::vector<Node*>& candidates,
-                        const std::function<std::pair<Value*, Value*>(const Node*)>& operands) {
-    ask(candidates, operands);
+  ResidualAnalysis find(const std::vector<Node*>& candidates) {
+    ask(candidates);
     for_each_group([&](const Group& group) {
       sweep_forward(group);
       if (const uint64_t yes = take_answers(group)) {
@@ -117,7 +116,7 @@ class ResidualFinder {
   int span_class(uint32_t i) const { return std::bit_width(end(questions_[i]) - start(questions_[i])); }
   Question& question(const Group& group, size_t bit) { return questions_[order_[group.begin + bit]]; }
 
-  void ask(const std::vector<Node*>& candidates, const std::function<std::pair<Value*, Value*>(const Node*)>& operands);
+  void ask(const std::vector<Node*>& candidates);
   Group next_group(size_t begin) const;
   void sweep_forward(const Group& group);
   uint64_t take_answers(const Group& group);
@@ -138,11 +137,10 @@ class ResidualFinder {
   std::unordered_map<uint32_t, std::vector<std::pair<uint32_t, int64_t>>> users_of_;
 };
 
-void ResidualFinder::ask(const std::vector<Node*>& candidates,
-                         const std::function<std::pair<Value*, Value*>(const Node*)>& operands) {
+void ResidualFinder::ask(const std::vector<Node*>& candidates) {
   for (Node* add : candidates) {
-    auto [left, right] = operands(add);
-    if (!left || !right || left == right) continue;
+    const Value *left = add->input(0), *right = add->input(1);
+    if (left == right) continue;
     uint32_t l = arrays_.vertex.at(left), r = arrays_.vertex.at(right);
     if (l > r) std::swap(l, r);  // vertices are numbered in graph order
     if (arrays_.producer[l] == arrays_.producer[r]) continue;
@@ -275,10 +273,9 @@ ResidualAnalysis ResidualFinder::result() {
 }  // namespace
 
 ResidualAnalysis find_residual_adds(const Graph& graph, const std::vector<Node*>& candidates,
-                                    const std::function<std::pair<Value*, Value*>(const Node*)>& operands,
                                     const std::function<bool(const Node*)>& is_attention) {
   if (candidates.empty()) return {};
-  return ResidualFinder(graph, is_attention).find(candidates, operands);
+  return ResidualFinder(graph, is_attention).find(candidates);
 }
 
 std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult, double residual_attn_ratio) {

@@ -30,12 +30,11 @@ struct ResidualAnalysis {
   std::unordered_set<const Node*> inside;
 };
 
-// candidates: adds (nodes with two tensor operands, `operands` gives them) in graph order.
+// candidates: adds, whose first two inputs are their operands, in graph order.
 // A value depends on another if there is a path of uses between them; operators that look only at a tensor's shape
 // (zeros_like and the like) pass nothing on. Time O(E (log N + D / 32)) for E uses and N nodes, where D is how many
 // add-and-operand spans lie over one place of the graph on average: the nesting, not the depth. See the .cpp.
 ResidualAnalysis find_residual_adds(const Graph& graph, const std::vector<Node*>& candidates,
-                                    const std::function<std::pair<Value*, Value*>(const Node*)>& operands,
                                     const std::function<bool(const Node*)>& is_attention);
 
 // Returns taus of residual branches in order, for TauRule::Depth: attention[i] says whether branch i has attention.

@@ -21,9 +21,7 @@ std::vector<Node*> adds_of(const Graph& graph) {
 }
 
 ResidualAnalysis analyse(const Graph& graph) {
-  return find_residual_adds(
-      graph, adds_of(graph), [](const Node* node) { return std::pair(node->input(0), node->input(1)); },
-      [](const Node* node) { return node->is_op("aten::softmax"); });
+  return find_residual_adds(graph, adds_of(graph), [](const Node* node) { return node->is_op("aten::softmax"); });
 }
 
 // The definition, with the set of ancestors of every value.

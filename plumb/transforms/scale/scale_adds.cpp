@@ -118,6 +118,7 @@ class AddScaler {
       adds.push_back(node);
       if (plain_alpha(node)) candidates.push_back(node);
     }
+    if (adds.empty()) return {};
     const ResidualAnalysis found = find_residuals(adds, candidates);
     const std::vector<double> taus = choose_taus(found);
     std::unordered_map<const Node*, size_t> residual;
@@ -158,11 +159,7 @@ class AddScaler {
   // of the candidates sums with what was added before: position embeddings in every layer of DETR, a bias of the logits
   // that all layers of MPNet share. From the second layer on the other operand is computed from them.
   ResidualAnalysis find_residuals(std::vector<Node*>& adds, std::vector<Node*>& candidates) {
-    auto find = [&] {
-      return find_residual_adds(
-          graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
-    };
-    ResidualAnalysis found = find();
+    ResidualAnalysis found = find_residual_adds(graph_, candidates, is_attention);
     const auto carrying = differentiable_nodes(graph_, module_.state(), stops_gradient);
     std::unordered_map<const Node*, const Value*> branch_of;
     for (const ResidualAdd& r : found.adds) branch_of.emplace(r.add, r.residual);
@@ -188,7 +185,7 @@ class AddScaler {
     if (estimators.empty() && no_residual_.empty()) return found;
     std::erase_if(adds, [&](const Node* node) { return estimators.count(node) > 0; });
     std::erase_if(candidates, [&](const Node* node) { return estimators.count(node) || no_residual_.count(node); });
-    return find();
+    return find_residual_adds(graph_, candidates, is_attention);
   }
 
   // Why an add stays an add; nothing if it is one of two tensors.

@@ -6,12 +6,14 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/pass.h"
+#include "plumb/graph/passes/functionalise.h"
+#include "plumb/graph/passes/fuse_patterns.h"
 #include "plumb/graph/passes/layouts.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
-#include "plumb/transforms/scale/parameter_scaling.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
 
@@ -78,8 +80,8 @@ class UnitScaler {
   // the stages look for. The last bits may change: every operator changes anyway.
   void prepare() {
     changed_ |= erase_identities(graph_);
-    changed_ |= find_pass("fuse_patterns").run(module_, {{"inexact", "true"}}, nullptr);
-    changed_ |= find_pass("functionalise").run(module_, {}, nullptr);
+    changed_ |= fuse_patterns(graph_, {.inexact = true});
+    changed_ |= functionalise(module_);
   }
 
   // --- stage 1
@@ -150,21 +152,18 @@ class UnitScaler {
 
   // --- stage 2
 
-  // Why it is left alone; nothing if it is to be replaced.
-  std::optional<std::string> obstacle(const Node* node) const {
-    if (users_choice_.count(node)) return "it is a replacement";
-    if (auto why = is_recurrent(node) ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
+  // Why a node that has an equivalent is left alone; nothing if it is to be replaced.
+  std::optional<std::string> obstacle(const Node* node, const Equivalent& equivalent) const {
+    if (auto why = equivalent.recurrent ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
     if (!differentiable_.count(node)) return "no gradient flows through it";
-    if (const Equivalent* equivalent = find_equivalent(node)) {
-      for (std::string_view argument : equivalent->weights) {
-        const Arg* arg = node->try_arg(argument);
-        if (!arg || !arg->is_value()) continue;
-        if (const Node* attr = source_attribute(arg->value()); attr && is_plain_tensor(attr))
-          return "its " + std::string(equivalent->any_weight ? "operand" : argument) + " " + attr->target() +
-                 " is a plain tensor, whose scale stays: register it as a parameter or a buffer";
-        if (auto it = computed_.find(arg->value()->producer()); it != computed_.end() && !equivalent->any_weight)
-          return "its " + std::string(argument) + " is computed from " + it->second + ", whose scale is not its own";
-      }
+    for (std::string_view argument : equivalent.weights) {
+      const Arg* arg = node->try_arg(argument);
+      if (!arg || !arg->is_value()) continue;
+      if (const Node* attr = source_attribute(arg->value()); attr && is_plain_tensor(attr))
+        return "its " + std::string(equivalent.any_weight ? "operand" : argument) + " " + attr->target() +
+               " is a plain tensor, whose scale stays: register it as a parameter or a buffer";
+      if (auto it = computed_.find(arg->value()->producer()); it != computed_.end() && !equivalent.any_weight)
+        return "its " + std::string(argument) + " is computed from " + it->second + ", whose scale is not its own";
     }
     const Value* first = node->num_results() ? node->result() : nullptr;
     if (first && !may_be_float(first, module_.state())) return "it is no floating-point computation";
@@ -179,7 +178,7 @@ class UnitScaler {
   const Equivalent* becomes(const Node* node) const {
     if (users_choice_.count(node)) return find_unit_scaled(node);
     const Equivalent* equivalent = find_equivalent(node);
-    return equivalent && !obstacle(node) ? equivalent : nullptr;
+    return equivalent && !obstacle(node, *equivalent) ? equivalent : nullptr;
   }
 
   void replace_by_equivalents() {
@@ -190,7 +189,7 @@ class UnitScaler {
         continue;
       }
       if (users_choice_.count(node)) continue;
-      std::optional<std::string> why = obstacle(node);
+      std::optional<std::string> why = obstacle(node, *equivalent);
       if (!why) {
         if (auto it = roles_.left_alone.find(node); it != roles_.left_alone.end()) why = it->second;
       }
@@ -374,8 +373,7 @@ const RegisterTransform unit_scale_pass{
       }
       options.scale_parameters = flag_option(given, "scale_parameters", true);
       if (auto it = given.find("replace"); it != given.end()) {
-        std::istringstream pairs(it->second);
-        for (std::string pair; std::getline(pairs, pair, ',');) {
+        for (const std::string& pair : split_commas(it->second)) {
           const size_t equals = pair.find('=');
           if (equals == std::string::npos)
             throw Error(ErrorKind::InvalidArgument, "option replace of unit_scale takes from=to, got '" + pair + "'");
