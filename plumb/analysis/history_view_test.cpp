@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 
 #include <cmath>
-#include <random>
 
 #include "plumb/analysis/browser_testing.h"
 #include "plumb/analysis/history_testing.h"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "plumb/analysis/graph_picture.h"
 #include "plumb/analysis/page_assets.h"
 #include "plumb/analysis/svg.h"
 #include "plumb/core/output_file.h"

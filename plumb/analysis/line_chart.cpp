@@ -1,6 +1,5 @@
 #include "plumb/analysis/line_chart.h"
 
-#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 

@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 

@@ -10,7 +10,6 @@
 #include <map>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "plumb/cuda/launch.h"
 #include "tests/test_device.h"

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <tuple>
 #include <unordered_map>
 
 #include "plumb/core/error.h"

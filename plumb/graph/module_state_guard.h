@@ -7,7 +7,6 @@
 
 #include <map>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "plumb/graph/state.h"

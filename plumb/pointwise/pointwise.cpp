@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <charconv>
-#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/pointwise/parts.h"

@@ -1,7 +1,6 @@
 #include "plumb/recording/statistic.h"
 
 #include <array>
-#include <cmath>
 
 #include "plumb/core/error.h"
 

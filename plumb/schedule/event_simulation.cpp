@@ -1,6 +1,5 @@
 #include "plumb/schedule/event_simulation.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "plumb/core/error.h"

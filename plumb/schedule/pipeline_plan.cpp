@@ -1,6 +1,5 @@
 #include "plumb/schedule/pipeline_plan.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "plumb/core/error.h"

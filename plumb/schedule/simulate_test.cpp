@@ -3,8 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-
 #include "plumb/core/error.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/lower.h"

@@ -22,7 +22,6 @@
 #include "plumb/training/step/optimizer.h"
 #include "plumb/training/usage.h"
 #include "plumb/training/verdict_run.h"
-#include "plumb/transforms/formats/format_recipe.h"
 #include "plumb/transforms/module.h"
 
 namespace plumb {

@@ -1,6 +1,5 @@
 // Every option of a training does what its help says: a table with a check of each, and none may be missing.
 #include <fstream>
-#include <map>
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"

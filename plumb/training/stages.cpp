@@ -7,7 +7,6 @@
 #include "plumb/operators/operator_facts.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/usage.h"
-#include "plumb/transforms/module.h"
 
 namespace plumb {
 namespace {

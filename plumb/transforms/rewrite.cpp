@@ -3,7 +3,6 @@
 #include <ATen/ops/amin.h>
 
 #include <span>
-#include <string_view>
 
 #include "plumb/core/join.h"
 #include "plumb/core/text.h"

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <algorithm>
 #include <typeindex>
 #include <unordered_map>
 

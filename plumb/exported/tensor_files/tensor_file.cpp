@@ -7,7 +7,6 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
-#include "plumb/core/input_file.h"
 #include "plumb/core/output_file.h"
 #include "plumb/exported/tensor_files/pickle_file.h"
 #include "plumb/exported/weights.h"

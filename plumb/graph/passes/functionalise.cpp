@@ -97,7 +97,6 @@ class Functionaliser {
   // One written memory of the graph's own.
   struct Area {
     bool supported = true;
-    bool visited_root = false;
     const Node* last_write = nullptr;
     Value* root = nullptr;     // the one value that made the memory
     Value* current = nullptr;  // what the root is now

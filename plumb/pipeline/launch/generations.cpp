@@ -1,7 +1,6 @@
 #include "plumb/pipeline/launch/generations.h"
 
 #include <algorithm>
-#include <chrono>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>

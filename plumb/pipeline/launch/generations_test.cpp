@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <mutex>
 #include <thread>
 
 #include "plumb/core/error.h"

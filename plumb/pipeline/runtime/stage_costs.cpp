@@ -19,7 +19,6 @@
 #include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/module_state_guard.h"
-#include "plumb/partition/cost.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/host_rings.h"
 #include "plumb/pipeline/transport/message.h"

@@ -7,7 +7,6 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/numerics/operators.h"
-#include "plumb/pipeline/runtime/gradients.h"
 
 namespace plumb {
 namespace {

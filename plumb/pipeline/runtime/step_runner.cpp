@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 
 #include "plumb/core/error.h"

@@ -9,8 +9,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/pipeline/transport/gloo_backend.h"
-#include "plumb/pipeline/transport/interruptible_wait.h"
 #include "plumb/pipeline/transport/no_sigpipe.h"
 
 namespace plumb {

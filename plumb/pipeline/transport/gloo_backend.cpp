@@ -7,8 +7,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "plumb/core/error.h"
-#include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport/gloo_backend.h"

@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
-#include "plumb/core/number_text.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/size_policy.h"

@@ -1,7 +1,5 @@
 #include "plumb/training/plan/plan_page.h"
 
-#include <algorithm>
-
 #include "plumb/analysis/adapters.h"
 #include "plumb/core/table.h"
 

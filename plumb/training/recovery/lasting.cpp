@@ -8,7 +8,6 @@
 #include "plumb/schedule/generators.h"
 #include "plumb/training/ranks.h"
 #include "plumb/training/reports/step_hashes.h"
-#include "plumb/training/usage.h"
 
 namespace plumb {
 namespace {

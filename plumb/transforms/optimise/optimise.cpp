@@ -2,7 +2,6 @@
 
 #include <ATen/TensorGeometry.h>
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 #include <string>

@@ -8,7 +8,6 @@
 
 #include "plumb/numerics/metrics.h"
 #include "plumb/transforms/rewrite.h"
-#include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/recurrent.h"
 
 namespace plumb {
