@@ -35,11 +35,20 @@ std::string header_field(const std::string& path, const std::string& header, con
   return open == '(' || open == '\'' ? header.substr(at + 1, end - at - 1) : header.substr(at, end - at);
 }
 
+// Throws Error(Unsupported) for a tensor whose values are not all in one storage.
+void check_dense(const std::string& path, const at::Tensor& tensor) {
+  if (tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_meta()) return;
+  throw Error(ErrorKind::Unsupported,
+              path + ": a tensor that is sparse, quantized or on the meta device cannot be saved", "",
+              "save tensor.to_dense() or tensor.dequantize(); a meta tensor has no values");
+}
+
 // torch.save's pickle, protocol 2.
 class Pickler {
  public:
+  explicit Pickler(const std::string& path) : path_(path) {}
   void write(const c10::IValue& v, int depth = 0) {
-    if (depth > 60) throw Error(ErrorKind::InvalidArgument, "the value is nested too deeply to be saved");
+    if (depth > 60) throw Error(ErrorKind::InvalidArgument, path_ + ": the value is nested too deeply");
     if (v.isNone()) {
       out_ += 'N';
     } else if (v.isTensor()) {
@@ -73,7 +82,7 @@ class Pickler {
       }
       out_ += 'u';
     } else {
-      throw Error(ErrorKind::Unsupported, "a value of kind " + v.tagKind() + " cannot be saved", "",
+      throw Error(ErrorKind::Unsupported, path_ + ": a value of kind " + v.tagKind() + " cannot be saved", "",
                   "save tensors, numbers, strings, and lists, tuples or dicts of them");
     }
   }
@@ -101,8 +110,7 @@ class Pickler {
       out_ += 'N';
       return;
     }
-    if (given.layout() != at::kStrided || given.is_quantized() || given.is_meta())
-      throw Error(ErrorKind::Unsupported, "a tensor that is not an ordinary dense one cannot be saved");
+    check_dense(path_, given);
     // A key by storage: tensors that share memory share it again. Slices of something larger are saved alone.
     at::Tensor t = given.detach().resolve_conj().resolve_neg().cpu();
     const void* storage = given.storage().unsafeGetStorageImpl();
@@ -114,7 +122,7 @@ class Pickler {
     const DtypeNames* names = dtype_names(t.scalar_type());
     if (!names)
       throw Error(ErrorKind::Unsupported,
-                  std::string("tensors of dtype ") + at::toString(t.scalar_type()) + " cannot be saved");
+                  path_ + ": tensors of dtype " + at::toString(t.scalar_type()) + " cannot be saved");
     // As newer torch does: types without a storage class are written as bytes with their dtype beside.
     const bool classic = !names->storage.empty();
     global("torch._utils", classic ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
@@ -140,13 +148,14 @@ class Pickler {
     out_ += "tR";
   }
 
+  const std::string path_;
   std::string out_;
   std::unordered_map<const void*, size_t> keys_;
   std::vector<at::Tensor> storages_;
 };
 
 void save_pickle(const c10::IValue& value, const std::string& path) {
-  Pickler pickler;
+  Pickler pickler(path);
   pickler.write(value);
   const auto storages = pickler.storages();
   const std::string pickle = std::move(pickler).finish();
@@ -254,6 +263,9 @@ at::Tensor load_npy(const std::string& path) {
 }
 
 void save_npy(const at::Tensor& tensor, const std::string& path) {
+  if (!tensor.defined())
+    throw Error(ErrorKind::InvalidArgument, path + ": an undefined tensor has nothing to save", "", "save a tensor");
+  check_dense(path, tensor);
   const at::Tensor t = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
   const DtypeNames* type = dtype_names(t.scalar_type());
   if (!type || type->npy.empty())
@@ -275,7 +287,7 @@ void save_npy(const at::Tensor& tensor, const std::string& path) {
   file.commit();
 }
 
-TokenFile::TokenFile(std::string path, at::ScalarType dtype) : file_(path), dtype_(dtype) {
+TokenFile::TokenFile(std::string path, at::ScalarType dtype) : path_(path), file_(path), dtype_(dtype) {
   if (dtype != at::kByte && dtype != at::kUInt16 && dtype != at::kInt)
     throw Error(ErrorKind::InvalidArgument, path + ": tokens are uint8, uint16 or int32, not " + at::toString(dtype));
   if (file_.size() % at::elementSize(dtype))
@@ -285,7 +297,7 @@ TokenFile::TokenFile(std::string path, at::ScalarType dtype) : file_(path), dtyp
 }
 
 TokenFile::TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, int64_t count)
-    : file_(path), dtype_(dtype), offset_(offset), count_(count) {
+    : path_(path), file_(path), dtype_(dtype), offset_(offset), count_(count) {
   if (!at::isIntegralType(dtype, /*includeBool=*/false))
     bad(path, std::string("tokens are whole numbers, not ") + at::toString(dtype), "a file of integers");
   const uint64_t item = at::elementSize(dtype);
@@ -296,13 +308,25 @@ TokenFile::TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, in
 
 at::Tensor TokenFile::read(int64_t start, int64_t count) const {
   if (start < 0 || count < 0 || start > size() - count) {
-    throw Error(ErrorKind::InvalidArgument, "tokens " + std::to_string(start) + " to " + std::to_string(start + count) +
-                                                " of a file that has " + std::to_string(size()));
+    throw Error(ErrorKind::InvalidArgument, path_ + ": has " + std::to_string(size()) + " tokens, not " +
+                                                std::to_string(count) + " from token " + std::to_string(start) + " on");
   }
   const at::Tensor tokens = at::empty({count}, at::dtype(dtype_));
   const uint64_t item = at::elementSize(dtype_);
   if (count) file_.read_at(offset_ + static_cast<uint64_t>(start) * item, tokens.data_ptr(), tokens.nbytes());
-  return tokens.to(at::kLong);
+  return as_long_tokens(tokens, path_, start);
+}
+
+at::Tensor as_long_tokens(const at::Tensor& tokens, const std::string& name, int64_t first) {
+  const at::Tensor numbers = tokens.to(at::kLong);
+  if (tokens.scalar_type() != at::kUInt64) return numbers;
+  const at::Tensor negative = at::nonzero(numbers < 0);
+  if (negative.numel() == 0) return numbers;
+  const auto place = negative[0].item<int64_t>();
+  bad(name,
+      "token " + std::to_string(first + place) + " is " +
+          std::to_string(static_cast<uint64_t>(numbers[place].item<int64_t>())) + ", tokens are below 2^63",
+      "tokens of the model's own tokenizer");
 }
 
 }  // namespace plumb

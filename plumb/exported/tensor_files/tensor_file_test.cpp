@@ -163,6 +163,42 @@ TEST(TensorFile, TokensAreReadInPieces) {
   EXPECT_EQ(error_of([] { TokenFile(scratch("tokens.bin"), at::kFloat); }).kind(), ErrorKind::InvalidArgument);
 }
 
+TEST(TensorFile, TokensThatAreNotThereOrBeyondInt64AreNamed) {
+  const uint64_t numbers[] = {7, uint64_t{1} << 63, 5};
+  spill(scratch("u64.bin"), std::string(reinterpret_cast<const char*>(numbers), sizeof numbers));
+  const TokenFile tokens(scratch("u64.bin"), at::kUInt64, 0, 3);
+  EXPECT_TRUE(same(tokens.read(0, 1), torch::tensor({7}, at::kLong)));
+  const Error large = error_of([&] { tokens.read(1, 2); });
+  EXPECT_EQ(large.kind(), ErrorKind::BadFile);
+  EXPECT_THAT(large.what(), HasSubstr("u64.bin: token 1 is 9223372036854775808, tokens are below 2^63"));
+  for (const auto& [start, count] : {std::pair{INT64_MAX, int64_t{2}}, {2, INT64_MAX}, {-1, 1}, {1, -1}}) {
+    const Error error = error_of([&] { tokens.read(start, count); });
+    EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument);
+    EXPECT_THAT(error.what(), HasSubstr("u64.bin: has 3 tokens, not " + std::to_string(count) + " from token " +
+                                        std::to_string(start) + " on"));
+  }
+}
+
+TEST(TensorFile, TensorsThatAFileCannotHoldAreNamedErrors) {
+  const at::Tensor ones = at::ones({2, 2});
+  for (const char* name : {"no.npy", "no.pt"}) {
+    for (const at::Tensor& tensor : {ones.to_sparse(), ones.to(at::kMeta)}) {
+      const Error error = error_of([&] { save_tensors(tensor, scratch(name)); });
+      EXPECT_EQ(error.kind(), ErrorKind::Unsupported);
+      EXPECT_THAT(error.what(), HasSubstr(std::string(name) + ": a tensor that is sparse, quantized or on the meta"));
+    }
+  }
+  for (const auto save : {+[](const std::string& path) { save_npy({}, path); },
+                          +[](const std::string& path) { save_tensors(at::Tensor(), path); }}) {
+    const Error error = error_of([&] { save(scratch("no.npy")); });
+    EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument);
+    EXPECT_THAT(error.what(), HasSubstr("no.npy: an undefined tensor has nothing to save"));
+  }
+  save_tensors(at::Tensor(), scratch("none.pt"));
+  EXPECT_TRUE(load_tensors(scratch("none.pt")).isNone());
+  EXPECT_FALSE(std::filesystem::exists(scratch("no.npy")) || std::filesystem::exists(scratch("no.pt")));
+}
+
 TEST(TensorFile, ATokenFileThatShrinksIsANamedError) {
   spill(scratch("shrinks.bin"), std::string(100000, 'a'));
   const TokenFile tokens(scratch("shrinks.bin"), at::kByte);

@@ -36,6 +36,17 @@ TEST(Permutation, IsOneForEverySize) {
   for (int64_t i = 0; i < 1000; ++i) EXPECT_LT(order(large - 1 - i), large);
 }
 
+TEST(Permutation, RefusesNumbersThatAreNotThere) {
+  for (const int64_t n : {int64_t{-5}, int64_t{0}, INT64_MAX}) EXPECT_THROW(Permutation(n, 1), Error) << n;
+  const Permutation order(5, 1);
+  for (const int64_t i : {-1, 5, 77}) EXPECT_THROW(order(i), Error) << i;
+}
+
+TEST(ReadAhead, RefusesASourceThatIsNotThere) {
+  EXPECT_THROW(ReadAhead(nullptr), Error);
+  EXPECT_THROW(EpochBatches(nullptr, 4, true, 1), Error);
+}
+
 TEST(Permutation, IsAnotherOneForEveryKeyAndHasNoPlaceForARow) {
   // In 200 orders, no row of 10 should stand in a place much more often than in a tenth of them.
   std::vector<std::vector<int>> counts(10, std::vector<int>(10));
@@ -145,6 +156,16 @@ TEST_F(TrainingData, ReadsTokensInPiecesFromNpyAndSafetensors) {
   EXPECT_TRUE(at::equal(open("mixed")->read({0, 3, 11}).inputs[0], wanted.inputs[0]));
   save_npy(at::rand({3}), path("mixed/c.npy"));
   EXPECT_THAT(message_of([&] { open("mixed"); }), HasSubstr("c.npy: holds no tokens"));
+}
+
+TEST_F(TrainingData, ATokenBeyondInt64IsNamedAsItStandsInTheFile) {
+  at::Tensor tokens = at::arange(400) % 32;
+  tokens[5] = INT64_MIN + 3;
+  write_safetensors(path("large.safetensors"), {{"tokens", tokens.view(at::kUInt64)}});
+  save_tensors(tokens.view(at::kUInt64), path("large.pt"));
+  for (const char* name : {"large.safetensors", "large.pt"}) {
+    EXPECT_THAT(message_of([&] { open(name)->read({0, 3}); }), HasSubstr("token 5 is 9223372036854775811")) << name;
+  }
 }
 
 TEST_F(TrainingData, ReadsRowsByNameFromSafetensors) {

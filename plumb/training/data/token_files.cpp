@@ -202,7 +202,9 @@ std::string TokenFiles::identity() const {
                   crc32(list.data(), list.size()));
 }
 
-at::Tensor TensorTokens::read(int64_t start, int64_t count) { return tokens_.narrow(0, start, count).to(at::kLong); }
+at::Tensor TensorTokens::read(int64_t start, int64_t count) {
+  return as_long_tokens(tokens_.narrow(0, start, count), name_, start);
+}
 
 std::string TensorTokens::identity() const { return name_ + " " + type_text(tokens_); }
 
