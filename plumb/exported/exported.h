@@ -11,7 +11,7 @@
 // - no_grad regions are a flag on their nodes; autocast regions become the casts that autocast would have made;
 // - sizes are `aten::sym_size.int` and `plumb::sym_*` nodes; the dynamic dimensions of the inputs and their ranges are
 //   checked by one `plumb::check_sizes` node, constant inputs by `plumb::check_input` nodes;
-// - buffers and inputs that the program returns as mutated are written (`aten::copy_`) at the end of the graph;
+// - what the program returns as mutated is written (`aten::copy_`) at its end; functional batch norms are in place;
 // - `_assert_tensor_metadata` nodes are dropped: a graph's dtypes are fixed by its inputs, which are checked.
 // Writing turns each of these back into what torch.export.load accepts.
 #pragma once

@@ -75,6 +75,7 @@ class Loader {
     add_size_check();
     nodes_.read_nodes(graph, scope_, {});
     read_outputs(graph, signature);
+    put_batch_norms_back();
     if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
       program_.sample_inputs = zip_.read(*samples);
     read_extras();
@@ -352,6 +353,42 @@ class Loader {
       results.push_back(std::move(value));
     }
     graph_.output(std::move(results));
+  }
+
+  // Returns the node that writes a result into a running statistic at the end, if nothing else uses the two.
+  static Node* writer_of(const Value* result, const Value* statistic) {
+    const std::vector<Node*> readers = result->users(), users = statistic->users();
+    if (readers.size() != 1 || users.size() != 2 || !readers[0]->is_op("aten::copy_")) return nullptr;
+    const bool writes_it = readers[0]->input(0) == statistic && !readers[0]->result()->has_uses();
+    return writes_it ? readers[0] : nullptr;
+  }
+
+  // run_decompositions() makes a functional batch norm of one that moves its running statistics. That one keeps them
+  // for the backward pass and the program then writes to them, so nothing could differentiate it. The same kernel in
+  // place has the same results.
+  void put_batch_norms_back() {
+    std::vector<Node*> norms;
+    for (Node* node : graph_.nodes()) {
+      if (node->is_op("aten::_native_batch_norm_legit_functional")) norms.push_back(node);
+    }
+    for (Node* node : norms) {
+      if (node->result(1)->has_uses() || node->result(2)->has_uses()) continue;
+      const Arg &mean = node->arg("running_mean"), &variance = node->arg("running_var");
+      if (!mean.is_value() || !variance.is_value() || mean.value() == variance.value()) continue;
+      Node* writers[] = {writer_of(node->result(3), mean.value()), writer_of(node->result(4), variance.value())};
+      if (!writers[0] || !writers[1]) continue;
+      const auto guard = graph_.inserting_before(node);
+      std::vector<Arg> args(node->args().begin(), node->args().end());
+      args.emplace_back(false);  // cudnn_enabled: the program's kernel is torch's own
+      Node* norm = graph_.call("aten::batch_norm", std::move(args));
+      norm->meta() = node->meta();
+      norm->result()->set_meta(node->result(0)->meta());
+      graph_.replace_all_uses_with(node->result(0), norm->result());
+      const std::string name = node->result(0)->name();
+      for (Node* writer : writers) graph_.erase(writer);
+      graph_.erase(node);
+      norm->result()->rename(name);
+    }
   }
 
   void read_extras() {

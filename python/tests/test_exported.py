@@ -173,6 +173,39 @@ def test_a_program_with_torch_func_says_how_to_save_it(tmp_path):
     assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(x), Rows()(x))
 
 
+def test_a_batch_norm_that_run_decompositions_made_functional_trains_as_the_model(tmp_path):
+    class Twice(nn.Module):  # one norm twice: its first result is the second one's statistics
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return self.norm(self.norm(x).relu())
+
+    x = torch.randn(5, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 6), nn.BatchNorm1d(6, affine=False))
+    path = tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(net, (x,)).run_decompositions(), path)
+    loaded = plumb.load_pt2(path)
+    assert "functional" not in str(loaded.graph)
+    for _ in range(2):
+        for module in (loaded, net):
+            module.zero_grad()
+            module(x).pow(2).sum().backward()
+        for name, tensor in net.state_dict(keep_vars=True).items():
+            mine = loaded.state_dict(keep_vars=True)[name]
+            assert torch.equal(mine, tensor)
+            assert tensor.grad is None or torch.equal(mine.grad, tensor.grad)
+    plumb.save_pt2(loaded, path)
+    again = torch.export.load(path).module()
+    assert torch.equal(again(x), net(x))
+    assert torch.equal(again.get_buffer("1.running_var"), net[1].running_var)
+
+    twice, y = Twice(), torch.randn(5, 6)
+    torch.export.save(torch.export.export(twice, (y,)).run_decompositions(), path)
+    assert torch.equal(plumb.load_pt2(path)(y), twice(y))
+
+
 def test_trains_a_loaded_file_and_saves_it(tmp_path):
     torch.manual_seed(0)
     model = zoo.GPT(tied=True)

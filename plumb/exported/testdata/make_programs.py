@@ -157,7 +157,7 @@ def convnet_eval():
 
 
 # torch's functional batch norm keeps its running mean for the backward pass, and the program then writes to it: torch
-# cannot differentiate it, so nobody can.
+# cannot differentiate it. plumb can: python/tests/test_exported.py holds the gradients against the model.
 @program(decompose=True, gradients=False)
 def convnet_functional():
     return convnet(), (torch.randn(4, 3, 8, 8),), {}
