@@ -190,7 +190,7 @@ void GraphWriter::write_output(const Node& node, Level& level, Json& specs) {
 }
 
 Json GraphWriter::write() {
-  if (!graph_.output_node()) throw Error(ErrorKind::InvalidGraph, "the graph has no output node");
+  if (!graph_.output_node()) lint(graph_);  // throws
   name_values();
   read_checks();
   Level level;

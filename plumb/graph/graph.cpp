@@ -280,6 +280,9 @@ Node* Graph::call(const c10::OperatorHandle& op, std::vector<Arg> args, std::vec
 }
 
 Node* Graph::output(std::vector<Arg> values) {
+  if (std::ranges::any_of(values, has_null))
+    throw Error(ErrorKind::InvalidArgument, "an output of the graph is a null pointer", "",
+                "give it a value of the graph");
   if (output_) {
     output_->detach_inputs();
     output_->args_ = std::move(values);
@@ -321,6 +324,8 @@ void Graph::replace_node(Node* from, Node* to) {
 }
 
 void Graph::erase(Node* node) {
+  if (node == nullptr || node->graph_ != this)
+    throw Error(ErrorKind::InvalidArgument, "cannot erase a node that is not of this graph");
   for (const auto& value : node->results_) {
     if (value->has_uses()) {
       throw Error(ErrorKind::InvalidArgument,
@@ -436,7 +441,8 @@ void lint(const Graph& graph) {
   }
   if (count != graph.size()) throw Error(ErrorKind::InvalidGraph, "the graph counts its nodes wrongly");
   if (!graph.output_node() || graph.last() != graph.output_node()) {
-    throw Error(ErrorKind::InvalidGraph, "the graph has no output node", "", "call graph.output({...})");
+    throw Error(ErrorKind::InvalidGraph, "the graph has no output node", "",
+                "call graph.output({...}); of a module that was moved, use the one that it was moved to");
   }
 }
 

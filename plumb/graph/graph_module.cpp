@@ -27,6 +27,12 @@ bool fits(const TensorMeta& want, const at::Tensor& got) {
   return true;
 }
 
+// Returns the mutex, a new one for a module that was moved from.
+std::mutex& mutex_of(std::unique_ptr<std::mutex>& lock) {
+  if (!lock) lock = std::make_unique<std::mutex>();
+  return *lock;
+}
+
 // A tensor on the meta device has a shape and no values: a graph of another device cannot run on it.
 void check_values(const Graph& graph, const State& state) {
   for (const Node* node : graph.attributes()) {
@@ -78,7 +84,7 @@ void GraphModule::copy_mode(const GraphModule& other) {
 
 std::shared_ptr<const Plan> GraphModule::plan() {
   std::shared_ptr<const Plan> old;  // goes after the lock: freeing tensors may wait for Python
-  const std::lock_guard guard(*lock_);
+  const std::lock_guard guard(mutex_of(lock_));
   if (!plan_ || plan_version_ != graph_.version()) {
     check_values(graph_, state_);
     old = std::move(plan_);
@@ -163,12 +169,12 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
 }
 
 void GraphModule::sync_module() {
-  const std::lock_guard guard(*lock_);
+  const std::lock_guard guard(mutex_of(lock_));
   register_members();
 }
 
 void GraphModule::set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  const std::lock_guard guard(*lock_);
+  const std::lock_guard guard(mutex_of(lock_));
   for (const auto& [name, tensor] : tensors) state_.get(name);
   for (const auto& [name, tensor] : tensors) state_.set(name, tensor);
   register_members();

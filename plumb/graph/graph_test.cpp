@@ -100,6 +100,22 @@ TEST(Graph, RefusesToEraseWhatIsUsed) {
   EXPECT_THAT(message_of([&] { g.erase(relu); }), HasSubstr("%relu is used by the output node"));
 }
 
+TEST(Graph, RefusesNullPointersAndNodesOfOtherGraphs) {
+  Graph g, other;
+  Value* x = g.placeholder("x")->result();
+  Value* const none = nullptr;
+  Node* sum = g.call("aten::add.Tensor", {x, x});
+  EXPECT_THAT(message_of([&] { g.call("aten::relu", {none}); }), HasSubstr("argument 'self' is a null pointer"));
+  EXPECT_THAT(message_of([&] { g.call("aten::cat", {Arg(Arg::List{x, none})}); }), HasSubstr("is a null pointer"));
+  EXPECT_THAT(message_of([&] { sum->set_arg(0, none); }), HasSubstr("argument 'self' is a null pointer"));
+  EXPECT_THAT(message_of([&] { sum->set_input(1, none); }), HasSubstr("input 1 of node %add"));
+  EXPECT_THAT(message_of([&] { g.output({none}); }), HasSubstr("an output of the graph is a null pointer"));
+  EXPECT_THAT(message_of([&] { g.erase(nullptr); }), HasSubstr("not of this graph"));
+  EXPECT_THAT(message_of([&] { other.erase(sum); }), HasSubstr("not of this graph"));
+  g.output({sum->result()});
+  EXPECT_NO_THROW(lint(g));
+}
+
 TEST(Graph, GivesEveryElementOfAReturnedListAValue) {
   Graph g;
   Value* x = g.placeholder("x")->result();

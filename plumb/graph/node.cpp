@@ -116,6 +116,8 @@ std::vector<Value*> Node::inputs() const {
 
 void Node::set_input(size_t i, Value* value) {
   if (i >= inputs_.size()) throw Error(ErrorKind::InvalidArgument, describe() + " has no input " + std::to_string(i));
+  if (value == nullptr)
+    throw Error(ErrorKind::InvalidArgument, "input " + std::to_string(i) + " of " + describe() + " is a null pointer");
   remove_use(i);
   Input& in = inputs_[i];
   in.value = value;

@@ -53,6 +53,8 @@ const Pass& find_pass(std::string_view name) {
 }
 
 bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module, bool check) {
+  if (!run) throw Error(ErrorKind::InvalidArgument, "pass " + name + " has no function");
+  lint(module.graph());  // what is broken before is no fault of the pass
   const uint64_t before = check ? fingerprint(module) : 0;
   const bool changed = run();
   try {
@@ -84,7 +86,9 @@ void check_option(const Pass& pass, const std::string& name) {
 bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options, std::vector<std::string>* report,
               bool check) {
   for (const auto& [name, value] : options) check_option(pass, name);
-  return run_checked(pass.name, [&] { return pass.run(module, options, report); }, module, check);
+  std::function<bool()> run;
+  if (pass.run) run = [&] { return pass.run(module, options, report); };
+  return run_checked(pass.name, run, module, check);
 }
 
 PassStep parse_pass_step(const std::string& text) {

@@ -38,9 +38,9 @@ inline constexpr bool kCheckPasses = false;
 inline constexpr bool kCheckPasses = true;
 #endif
 
-// Runs a function that changes a module and lints the graph afterwards: an error begins "after pass NAME". With `check`
-// (on in tests and debug builds) the state and the specs are linted too, and the graph's hash is compared with the
-// returned value. Returns whether the function changed anything. Every rewrite of a user's graph goes through here.
+// Runs a function that changes a module; every rewrite of a user's graph goes through here. Lints the graph before and
+// afterwards: then an error begins "after pass NAME". With `check` (on in tests and debug builds) state and specs are
+// linted too, and the graph's hash is compared with the returned value. Returns whether anything changed.
 bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module,
                  bool check = kCheckPasses);
 

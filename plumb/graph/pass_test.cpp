@@ -94,5 +94,21 @@ TEST(RunChecked, AGraphThatIsBrokenAfterwardsNamesThePass) {
               HasSubstr("pass says_yes returned 'changed' but the module is as before"));
 }
 
+TEST(RunChecked, AGraphThatIsBrokenBeforeIsNoFaultOfThePass) {
+  GraphModule m = module_for_passes();
+  m.graph().erase(m.graph().output_node());
+  const auto kind = [&](const std::function<bool()>& run) {
+    try {
+      run_checked("mine", run, m, false);
+    } catch (const Error& e) {
+      return e.kind();
+    }
+    return ErrorKind::ExecutionFailed;
+  };
+  EXPECT_EQ(kind([] { return true; }), ErrorKind::InvalidGraph);
+  EXPECT_EQ(kind(nullptr), ErrorKind::InvalidArgument);
+  EXPECT_THAT(message_and_remedy([&] { run_pass(Pass{"mine"}, m); }), HasSubstr("pass mine has no function"));
+}
+
 }  // namespace
 }  // namespace plumb

@@ -214,7 +214,7 @@ class PlanCompiler {
         default: instruction(*node);
       }
     }
-    if (!graph_.output_node()) throw Error(ErrorKind::InvalidGraph, "the graph has no output node");
+    if (!graph_.output_node()) lint(graph_);  // throws
     return std::move(plan_);
   }
 

@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/graph_module.h"
+#include "plumb/graph/pass.h"
 #include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
@@ -170,6 +171,33 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   EXPECT_THROW(m.set_state({{"scale", at::zeros({})}, {"scael", at::ones({})}}), Error);
   EXPECT_EQ(m.parameters().size(), 4u);
   EXPECT_EQ(m.state().get("scale").tensor.item<float>(), 1);
+}
+
+TEST(GraphModule, ThatWasMovedFromSaysSo) {
+  State state;
+  state.add({"scale", AttrKind::Parameter, at::ones({}).requires_grad_()});
+  GraphModule m(
+      parse_graph("graph { %x = placeholder \"x\" %w = get_attr \"scale\" %y = aten::mul.Tensor(%x, %w) output(%y) }"),
+      state, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  EXPECT_EQ(m(at::full({}, 3.0f)).item<float>(), 3);
+  GraphModule to(std::move(m));
+  EXPECT_EQ(to(at::full({}, 3.0f)).item<float>(), 3);
+  EXPECT_EQ(to.parameters().size(), 1u);
+  for (const auto& use :
+       {+[](GraphModule& from) { from.run({}); }, +[](GraphModule& from) { from.plan(); },
+        +[](GraphModule& from) { from.lint(); }, +[](GraphModule& from) { run_pass(find_pass("dead_code"), from); }}) {
+    try {
+      use(m);  // NOLINT(bugprone-use-after-move)
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::InvalidGraph);
+      EXPECT_THAT(e.what(), HasSubstr("use the one that it was moved to"));
+    }
+  }
+  EXPECT_THROW(m.set_state({{"scale", at::zeros({})}}), Error);
+  m.sync_module();
+  m = std::move(to);
+  EXPECT_EQ(m(at::full({}, 3.0f)).item<float>(), 3);
 }
 
 TEST(GraphModule, RefusesInputsOfAnotherSignature) {

@@ -2,6 +2,8 @@
 
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
 #include "plumb/graph/graph.h"
 
@@ -143,8 +145,18 @@ void check_meaning(const c10::FunctionSchema& schema, size_t index, IntMeaning m
 
 }  // namespace
 
+bool has_null(const Arg& arg) {
+  return arg.is_list() ? std::ranges::any_of(arg.list(), has_null) : arg.is_value() && arg.value() == nullptr;
+}
+
 Arg fit_argument(const c10::FunctionSchema& schema, size_t index, Arg arg) {
   const c10::Argument& argument = schema.arguments()[index];
+  if (has_null(arg)) {
+    throw Error(
+        ErrorKind::InvalidArgument,
+        "operator " + toString(schema.operator_name()) + ": argument '" + argument.name() + "' is a null pointer", "",
+        "give it a value of the graph");
+  }
   Arg fitted = Fitter{schema, index}.fit(argument.type(), arg);
   const IntMeaning meaning = int_meaning(argument);
   if (meaning != IntMeaning::Plain && !fitted.is_none()) check_meaning(schema, index, meaning, fitted);

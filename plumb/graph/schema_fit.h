@@ -7,8 +7,11 @@
 
 namespace plumb {
 
+// Returns whether a value in it is a null pointer.
+bool has_null(const Arg& arg);
+
 // Returns `arg` as the schema's argument `index` wants it (ints for floats become floats, untyped lists typed ones, a
-// single int for int[2] is repeated). Throws an Error naming operator and argument if it does not fit.
+// single int for int[2] is repeated). Throws an Error naming operator and argument if it does not fit or is null.
 Arg fit_argument(const c10::FunctionSchema& schema, size_t index, Arg arg);
 
 // Returns the schema's default of argument `index`, fitted. Throws if it has none.
