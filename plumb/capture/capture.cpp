@@ -16,6 +16,12 @@ struct OneCapture {
   std::vector<std::string> notes;
 };
 
+void check_number(const TreeSpec& spec, size_t values, const char* what) {
+  if (spec.num_leaves() == values) return;
+  throw Error(ErrorKind::StructureMismatch, c10::str("the structure of the ", what, " ", spec.to_string(), " has ",
+                                                     spec.num_leaves(), " values, ", values, " are there"));
+}
+
 // Writes what the model re-assigned back into buffers and attributes, and puts the old tensors back in their places.
 void write_back(Session& session) {
   const CaptureRequest& request = session.request;
@@ -71,6 +77,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     throw;
   }
   session.stop();
+  check_number(out_spec, outputs.size(), "outputs");
   write_back(session);
   session.guards.check_buffer_reads();
   refuse_hooks(session.recorder, outputs);
@@ -164,6 +171,20 @@ void add_state(const torch::nn::Module& module, const std::string& prefix, State
 
 }  // namespace
 
+std::function<std::vector<std::pair<std::string, at::Tensor>>()> capture_detail::look_again(torch::nn::Module& module) {
+  // A module stands before its children, whose modes its train() sets, too.
+  std::vector<std::pair<torch::nn::Module*, bool>> modes;
+  module.apply([&](torch::nn::Module& part) { modes.emplace_back(&part, part.is_training()); });
+  return [&module, modes] {
+    for (const auto& [part, training] : modes) {
+      if (part->is_training() != training) part->train(training);
+    }
+    std::vector<std::pair<std::string, at::Tensor>> now;
+    for (const auto& b : module.named_buffers()) now.emplace_back(b.key(), b.value());
+    return now;
+  };
+}
+
 torch::nn::Module& capture_detail::not_null(torch::nn::Module* module) {
   if (module) return *module;
   throw Error(ErrorKind::InvalidArgument, "the model is a null pointer or an empty holder", "",
@@ -177,6 +198,13 @@ State state_of(const torch::nn::Module& module) {
 }
 
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options) {
+  if (!request.call)
+    throw Error(ErrorKind::InvalidArgument, "CaptureRequest::call is empty", "", "give a function that runs the model");
+  check_number(request.in_spec, request.inputs.size(), "inputs");
+  if (options.input_names.size() > request.inputs.size()) {
+    throw Error(ErrorKind::StructureMismatch, c10::str("CaptureOptions::input_names has ", options.input_names.size(),
+                                                       " names for ", request.inputs.size(), " inputs"));
+  }
   CaptureMode mode = first_mode(allowed_modes(request, options), request.control_values.has_value());
   OneCapture first = capture_in_modes(request, options, mode);
   if (options.verify) {

@@ -107,6 +107,9 @@ std::string opaque_name(int64_t id);
 
 namespace capture_detail {
 
+// Returns CaptureRequest::buffers_after of a C++ module: a module may put a new tensor where a buffer was. The function
+// also puts back the training modes that the modules have now.
+std::function<std::vector<std::pair<std::string, at::Tensor>>()> look_again(torch::nn::Module& module);
 // Returns the module. Throws Error(InvalidArgument) for an empty holder or a null pointer.
 torch::nn::Module& not_null(torch::nn::Module* module);
 inline torch::nn::Module& module_of(torch::nn::Module& m) { return m; }
@@ -223,12 +226,7 @@ std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& functio
       return flatten(capture_detail::to_ivalue(function(flat[I].template to<std::decay_t<Inputs>>()...)), &out_spec);
     }(std::index_sequence_for<Inputs...>{});
   };
-  // A module may put a new tensor where a buffer was: found by looking again.
-  request.buffers_after = [&module] {
-    std::vector<std::pair<std::string, at::Tensor>> now;
-    for (const auto& b : module.named_buffers()) now.emplace_back(b.key(), b.value());
-    return now;
-  };
+  request.buffers_after = capture_detail::look_again(module);
   return capture(request, options);
 }
 

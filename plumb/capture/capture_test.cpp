@@ -299,6 +299,34 @@ TEST(Capture, EndsCleanlyWhenTheModelThrows) {
   EXPECT_EQ(torch::ones({2}).sum().item<float>(), 2);
 }
 
+TEST(Capture, PutsBackTheModesThatTheForwardChanges) {
+  struct Changes : torch::nn::Module {
+    Changes() {
+      for (auto* part : {&a, &b}) register_module(part == &a ? "a" : "b", *part);
+      b->eval();
+    }
+    Tensor forward(Tensor x) {
+      x = a(x);
+      eval();
+      b->train();
+      if (fails) throw std::runtime_error("mine");
+      return b(x);
+    }
+    torch::nn::Dropout a, b;
+    bool fails = false;
+  };
+  auto m = std::make_shared<Changes>();
+  for (const bool fails : {false, true}) {
+    m->fails = fails;
+    if (fails) {
+      EXPECT_THROW(capture(m, torch::ones({4})), std::runtime_error);
+    } else {
+      EXPECT_TRUE(capture(m, torch::ones({4}))->is_training());
+    }
+    EXPECT_TRUE(m->is_training() && m->a->is_training() && !m->b->is_training());
+  }
+}
+
 struct Moves : torch::nn::Module {
   explicit Moves(std::function<void(Tensor&, const Tensor&)> assign) : assign(std::move(assign)) {
     w = register_parameter("w", torch::ones({4}));
@@ -345,6 +373,24 @@ TEST(Capture, RefusesABackwardThatLeavesGradientsInParametersOrInputs) {
   capture_fn([](Tensor x) { return torch::autograd::grad({x.pow(2).sum()}, {x}, {}, true, true)[0]; });
 }
 
+TEST(Capture, RefusesARequestWhosePartsDoNotFit) {
+  CaptureRequest request;
+  EXPECT_THAT(message_of([&] { capture(request); }), HasSubstr("CaptureRequest::call is empty"));
+  request.inputs = {torch::ones({4})};
+  request.call = [](const std::vector<c10::IValue>& in, TreeSpec& out) {
+    out = TreeSpec::tuple({{}, {}});
+    return std::vector<c10::IValue>{in[0].toTensor() + 1};
+  };
+  request.in_spec = TreeSpec::positional_inputs(2);
+  EXPECT_THAT(message_of([&] { capture(request); }), HasSubstr("inputs ((*, *), {}) has 2 values, 1 are there"));
+  request.in_spec = TreeSpec::positional_inputs(1);
+  EXPECT_THAT(message_of([&] { capture(request); }), HasSubstr("outputs (*, *) has 2 values, 1 are there"));
+  CaptureOptions names;
+  names.input_names = {"a", "b"};
+  EXPECT_THAT(message_of([&] { capture(request, names); }), HasSubstr("2 names for 1 inputs"));
+  EXPECT_THAT(message_of([] { register_opaque(nullptr, "mine"); }), HasSubstr("'mine' is empty"));
+}
+
 TEST(Capture, RefusesAModelThatIsNotThere) {
   std::shared_ptr<Fn> none;
   torch::nn::Linear empty{nullptr};
@@ -353,13 +399,31 @@ TEST(Capture, RefusesAModelThatIsNotThere) {
 }
 
 TEST(Capture, RefusesToSeedRandomNumbers) {
-  torch::manual_seed(0);
-  EXPECT_THAT(refusal([](Tensor x) {
-                torch::manual_seed(1);
-                return x + torch::rand({4});
-              }),
-              HasSubstr("sets torch's random state"));
-  EXPECT_EQ(at::detail::getDefaultCPUGenerator().current_seed(), 0u);
+  for (const int seed : {1, 0}) {
+    torch::manual_seed(0);
+    EXPECT_THAT(refusal([&](Tensor x) {
+                  torch::manual_seed(seed);
+                  return x + torch::rand({4});
+                }),
+                HasSubstr("sets torch's random state"))
+        << seed;
+    EXPECT_EQ(at::detail::getDefaultCPUGenerator().current_seed(), 0u);
+  }
+}
+
+TEST(Capture, DrawsTheNumbersOfAnEagerCall) {
+  torch::manual_seed(3);
+  const Tensor wanted = torch::rand({4});
+  torch::manual_seed(3);
+  Tensor drawn;
+  capture_fn(
+      [&](Tensor x) {
+        drawn = torch::rand({4});
+        return x + drawn;
+      },
+      torch::ones({4}), /*verify=*/false);
+  EXPECT_TRUE(at::equal(drawn, wanted));
+  EXPECT_TRUE(at::equal(torch::rand({4}), wanted));
 }
 
 TEST(Capture, AnAssignmentOfDataIsACopyInTheGraph) {

@@ -8,8 +8,13 @@ namespace plumb {
 
 std::string signature_of(const torch::nn::Module& model, const std::vector<at::Tensor>& inputs) {
   std::ostringstream key;
-  for (const at::Tensor& x : inputs)
+  for (const at::Tensor& x : inputs) {
+    if (!x.defined()) {
+      key << "undefined ";
+      continue;
+    }
     key << x.scalar_type() << x.sizes() << x.device() << (x.requires_grad() ? "g" : "-") << ' ';
+  }
   for (const auto& m : model.modules()) {
     key << m->is_training();
     m->pretty_print(key);  // torch's layers print their options

@@ -36,13 +36,15 @@ class CapturedModel {
   explicit CapturedModel(M model, Transform transform = {})
       : model_(std::move(model)), transform_(std::move(transform)) {}
 
-  // Returns the graph for inputs like these: the one there is, or one captured now. Throws what capture() throws.
+  // Returns the graph for inputs like these: the one there is, or one captured now. Throws what capture() throws, and
+  // Error(InvalidArgument) for a transform that returns null.
   template <typename... Tensors>
   std::shared_ptr<GraphModule> graph(const Tensors&... inputs) {
     const std::string key = signature_of(capture_detail::module_of(model_), {inputs...});
     if (const auto* known = graphs_.find(key)) return *known;
     auto made = capture(model_, inputs...);
     if (transform_) made = transform_(made);
+    if (!made) throw Error(ErrorKind::InvalidArgument, "the transform of a CapturedModel has returned null");
     if (!first_) first_ = made;
     if (made != first_) share_state(*first_, *made);
     return graphs_.add(key, made);

@@ -60,6 +60,19 @@ TEST(CapturedModel, FollowsOptionsOfLayersAndAutocast) {
   expect_same(4);
 }
 
+TEST(CapturedModel, TakesAnUndefinedInputAndRefusesATransformThatReturnsNull) {
+  struct Masked : torch::nn::Module {
+    at::Tensor forward(at::Tensor x, at::Tensor mask) { return mask.defined() ? x * mask : x * 2; }
+  };
+  CapturedModel captured(std::make_shared<Masked>());
+  const at::Tensor x = torch::randn({4});
+  EXPECT_TRUE(at::equal(captured(x, at::Tensor()), x * 2));
+  EXPECT_TRUE(at::equal(captured(x, x), x * x));
+  EXPECT_EQ(captured.num_graphs(), 2u);
+  CapturedModel none(std::make_shared<Masked>(), [](const auto&) { return std::shared_ptr<GraphModule>(); });
+  EXPECT_THROW(none(x, x), Error);
+}
+
 TEST(CapturedModel, GraphsOfATransformShareTheFirstsParameters) {
   torch::manual_seed(0);
   auto net = drop_net();

@@ -55,6 +55,7 @@ const RegisterOperators opaque_function_rows{
 TORCH_LIBRARY_FRAGMENT(plumb, m) { m.def("python_function(int id, Tensor[] inputs) -> Tensor[]", python_function); }
 
 int64_t register_opaque(OpaqueFunction function, std::string name) {
+  if (!function) throw Error(ErrorKind::InvalidArgument, "the opaque function '" + name + "' is empty");
   auto& table = opaque_table();
   std::lock_guard<std::mutex> lock(table.mutex);
   table.functions.emplace_back(std::move(function), std::move(name));
