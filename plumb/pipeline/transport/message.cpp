@@ -232,8 +232,10 @@ class Reader {
     // A value in the message itself has no more bytes than the message; a device reports by itself if it has no room.
     const std::int64_t most = s.entry.direct ? std::int64_t{1} << 48 : end_;
     std::int64_t numel = 1, furthest = 0;
+    std::int64_t extent = 1;  // the elements if no size were 0: strides are products of sizes
     for (size_t i = 0; i < s.sizes.size(); i++) {
-      if (s.sizes[i] < 0 || s.strides[i] < 0 || __builtin_mul_overflow(numel, s.sizes[i], &numel) || numel > most) {
+      if (s.sizes[i] < 0 || s.strides[i] < 0 || __builtin_mul_overflow(numel, s.sizes[i], &numel) || numel > most ||
+          __builtin_mul_overflow(extent, std::max<std::int64_t>(s.sizes[i], 1), &extent)) {
         raise_malformed("a value's sizes are impossible");
       }
     }
