@@ -229,6 +229,7 @@ TEST(Pipeline, StagesOfOneGraphAloneRefuseOtherSizesAndNameThem) {
   auto pipe = pipeline(*capture(tokens, zeros_there({2, 4}, at::kLong)), cut);
   const auto schedule = make_schedule("LoopedBFS", 1, 2, 2);
   Pipeline runs(pipe->table(), schedule, stages_of_rank(*pipe, schedule, 0), {}, {});
+  for (const int rank : {-1, 1}) EXPECT_THROW(stages_of_rank(*pipe, schedule, rank), Error);
   EXPECT_EQ(runs.eval({ones_there({4, 4}, at::kLong)}).outputs.at(0).size(0), 16);
   try {
     runs.eval({ones_there({4, 5}, at::kLong)});

@@ -138,6 +138,28 @@ TEST(Microbatches, NameATensorThatCannotBeCut) {
               HasSubstr("output 0"));
 }
 
+TEST(Microbatches, AreNotMergedIfTheyDiffer) {
+  const at::Tensor one = at::ones({2});
+  const auto kind = [](const auto& run) {
+    try {
+      run();
+    } catch (const Error& e) {
+      return e.kind();
+    }
+    return ErrorKind::Internal;
+  };
+  EXPECT_THAT(message_of([&] { merge_outputs({{one, one}, {one, {}}}, {}, {2, 2}); }),
+              HasSubstr("output 1 is a tensor in one of the microbatches 0 and 1 only"));
+  EXPECT_THAT(message_of([&] { merge_outputs({{one}, {}}, {}, {2, 2}); }),
+              HasSubstr("microbatch 1 has 0 outputs, microbatch 0 1"));
+  EXPECT_THAT(message_of([&] { merge_outputs({{one}, {one}}, {OutputMerge::mean()}, {2}); }),
+              HasSubstr("outputs of 2 microbatches, and rows of 1"));
+  EXPECT_EQ(kind([&] { mean_by_rows({one, one}, {1}); }), ErrorKind::StructureMismatch);
+  EXPECT_EQ(kind([&] { sum_by_rows({one, one}, {1, 1}, 0); }), ErrorKind::StructureMismatch);
+  EXPECT_EQ(kind([&] { sum_by_rows({one, one, one}, {1, 1, 1}, 2); }), ErrorKind::StructureMismatch);
+  EXPECT_EQ(kind([&] { merge_outputs({{one}}, {OutputMerge::custom(nullptr)}, {2}); }), ErrorKind::InvalidArgument);
+}
+
 TEST(Layout, SendsTheGradientOfASkippedValueFromUserToUser) {
   PipeTable layout = PipeTable::chain(4);
   layout.stages[2].inputs.push_back({{0, 0}});

@@ -18,10 +18,26 @@ bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTe
 
 }  // namespace
 
+LambdaStage::LambdaStage(Function function, std::vector<NamedTensor> parameters)
+    : function_(std::move(function)), parameters_(std::move(parameters)) {
+  if (!function_) throw Error(ErrorKind::InvalidArgument, "LambdaStage: the function is empty", "", "give it one");
+}
+
+namespace {
+
+const StageIO& ports_of(const GraphModule* module, const PipeTable& table, int index) {
+  if (module == nullptr) throw Error(ErrorKind::InvalidArgument, str("stage ", index, " has no graph: it is null"));
+  if (index >= 0 && index < table.num_stages()) return table.stages[static_cast<size_t>(index)];
+  throw Error(ErrorKind::InvalidArgument, str("the pipe's table has no stage ", index, ", it has ", table.num_stages()),
+              "", "stages count from 0");
+}
+
+}  // namespace
+
 GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
                        std::shared_ptr<StageSpecializer> specializer, std::string remedy, bool variant)
     : module_(std::move(module)),
-      io_(table.stages.at(index)),
+      io_(ports_of(module_.get(), table, index)),
       model_inputs_(table.model_inputs()),
       index_(index),
       specializer_(std::move(specializer)),
@@ -164,6 +180,11 @@ std::vector<NamedTensor> GraphStage::parameters() const {
 
 std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
                                                              const std::shared_ptr<StageSpecializer>& specializer) {
+  if (rank < 0 || rank >= schedule.num_ranks()) {
+    throw Error(ErrorKind::InvalidArgument,
+                str("the schedule '", schedule.name, "' has no rank ", rank, ", it is for ", schedule.num_ranks()), "",
+                "ranks count from 0");
+  }
   std::map<int, std::shared_ptr<StageFunction>> stages;
   for (int s : schedule.placement.stages_of(rank))
     stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table(), s, specializer));

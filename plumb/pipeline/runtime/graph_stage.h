@@ -63,7 +63,8 @@ class GraphStage : public StageFunction {
 };
 
 // Returns the stages of `pipe` that rank `rank` holds in this schedule's placement. `specializer`: lets them take other
-// sizes than the pipe was cut for (specialize_on_sizes).
+// sizes than the pipe was cut for (specialize_on_sizes). Throws Error(InvalidArgument) for a rank that the schedule
+// does not have, and for a stage that the pipe does not have.
 std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(
     const Pipe& pipe, const Schedule& schedule, int rank,
     const std::shared_ptr<StageSpecializer>& specializer = nullptr);

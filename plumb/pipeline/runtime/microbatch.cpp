@@ -61,9 +61,33 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
   return result;
 }
 
+void check_merges(const std::vector<OutputMerge>& merges) {
+  for (size_t k = 0; k < merges.size(); k++) {
+    if (merges[k].kind != OutputMerge::Kind::Custom || merges[k].reduce) continue;
+    throw Error(ErrorKind::InvalidArgument, str("OutputMerge::custom() of output ", k, " has no function"), "",
+                "give it one, or use OutputMerge::concatenate(), sum() or mean()");
+  }
+}
+
 Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vector<OutputMerge>& merges,
                       const std::vector<int64_t>& rows) {
+  check_merges(merges);
   if (by_microbatch.empty()) return {};
+  if (rows.size() != by_microbatch.size()) {
+    throw Error(ErrorKind::StructureMismatch,
+                str("outputs of ", by_microbatch.size(), " microbatches, and rows of ", rows.size()));
+  }
+  for (size_t m = 0; m < by_microbatch.size(); m++) {
+    for (size_t k = 0; k < by_microbatch[0].size(); k++) {
+      const bool same_number = by_microbatch[m].size() == by_microbatch[0].size();
+      if (same_number && by_microbatch[m][k].defined() == by_microbatch[0][k].defined()) continue;
+      throw Error(ErrorKind::StructureMismatch,
+                  same_number ? str("output ", k, " is a tensor in one of the microbatches 0 and ", m, " only")
+                              : str("microbatch ", m, " has ", by_microbatch[m].size(), " outputs, microbatch 0 ",
+                                    by_microbatch[0].size()),
+                  "", "return the same outputs for every microbatch");
+    }
+  }
   Tensors merged;
   for (size_t k = 0; k < by_microbatch[0].size(); k++) {
     const OutputMerge merge = k < merges.size() ? merges[k] : OutputMerge{};
@@ -107,6 +131,8 @@ Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vect
 }
 
 at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows) {
+  if (losses.size() != rows.size())
+    throw Error(ErrorKind::StructureMismatch, str(losses.size(), " losses, and rows of ", rows.size()));
   double total = 0;
   for (size_t m = 0; m < losses.size(); m++) total += static_cast<double>(rows[m]);
   at::Tensor mean;
@@ -119,6 +145,10 @@ at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows)
 }
 
 at::Tensor sum_by_rows(const Tensors& losses, const std::vector<int64_t>& rows, int groups) {
+  if (losses.size() != rows.size() || groups < 1 || losses.size() % static_cast<size_t>(groups) != 0) {
+    throw Error(ErrorKind::StructureMismatch,
+                str(losses.size(), " losses with ", rows.size(), " rows make no ", groups, " equal groups"));
+  }
   const auto size = static_cast<std::ptrdiff_t>(losses.size()) / groups;
   Tensors sums;
   for (auto m = std::ptrdiff_t{0}; m < size * groups; m += size) {

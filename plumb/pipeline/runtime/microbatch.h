@@ -41,11 +41,17 @@ struct Microbatches {
 // Error(TensorMismatch) that names the tensor if it is too short, has no such dimension or does not match.
 Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSpec>& specs, int num);
 
+// Throws Error(InvalidArgument) that names an output whose custom merge has no function.
+void check_merges(const std::vector<OutputMerge>& merges);
+
 // Returns the outputs (by microbatch) as one list. `merges` may be shorter than the outputs: concatenate along 0.
+// Throws what check_merges() throws, Error(StructureMismatch) for microbatches with other outputs than the first one
+// and for another number of rows, and Error(TensorMismatch) for shapes that do not merge.
 Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vector<OutputMerge>& merges,
                       const std::vector<int64_t>& rows);
 
-// Returns the mean of the microbatches' losses, each by its rows; undefined if one of them is.
+// Returns the mean of the microbatches' losses, each by its rows; undefined if one of them is. This function and the
+// next throw Error(StructureMismatch) if losses, rows and groups do not fit.
 at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows);
 // Returns the sum of losses times rows: of each of `groups` groups mean_by_rows() in the losses' dtype, times its rows;
 // of groups in float64, in a binary tree (tree_sum).

@@ -226,6 +226,27 @@ TEST(Pipeline, NamesAStageThatReturnsTooFewValues) {
               testing::HasSubstr("stage 0 returned 1 values, its layout says 2"));
 }
 
+TEST(Pipeline, NamesAParameterOrAFunctionThatIsMissingBeforeTheFirstStep) {
+  auto model = test_model("mlp", 2);
+  const Schedule schedule = make_schedule("LoopedBFS", 1, 4, 2);
+  auto stages = all_stages(model);
+  PipelineOptions options;
+  options.loss = model.loss;
+  options.output_merges = {{}, OutputMerge::custom(nullptr)};
+  EXPECT_THAT(message_of([&] { Pipeline(model.layout, schedule, stages, {}, options); }),
+              testing::HasSubstr("OutputMerge::custom() of output 1 has no function"));
+  options.output_merges.clear();
+  stages[1] = std::make_shared<LambdaStage>([](const Tensors& in) { return in; },
+                                            std::vector<NamedTensor>{{"head.weight", at::Tensor()}});
+  EXPECT_THAT(message_of([&] { Pipeline(model.layout, schedule, stages, {}, options); }),
+              testing::HasSubstr("parameter 'head.weight' of stage 1 is an undefined tensor"));
+  EXPECT_FALSE(stages[1]->device().has_value());
+  EXPECT_THAT(message_of([] { LambdaStage(nullptr, {}); }), testing::HasSubstr("the function is empty"));
+  EXPECT_THAT(message_of([&] { GraphStage(nullptr, model.layout, 0); }), testing::HasSubstr("stage 0 has no graph"));
+  EXPECT_THAT(message_of([&] { GraphStage(std::make_shared<GraphModule>(), model.layout, 2); }),
+              testing::HasSubstr("has no stage 2, it has 2"));
+}
+
 TEST(Pipeline, RefusesAWriteThatAnotherStageWouldSee) {
   auto model = test_model("skip", 3);
   auto stages = all_stages(model);

@@ -39,12 +39,13 @@ class StageFunction {
     (void)microbatch;
     return forward(inputs);
   }
-  // Leaves whose gradients are accumulated; frozen ones may be among them. Asked for at the start of every step.
+  // Leaves whose gradients are accumulated; frozen ones may be among them, undefined ones may not. Asked for at the
+  // start of every step.
   virtual std::vector<NamedTensor> parameters() const { return {}; }
   // The stage's device: the runtime moves inputs and gradients there. Nullopt: the stage takes them on any device.
   virtual std::optional<at::Device> device() const {
     const auto own = parameters();
-    return own.empty() ? std::nullopt : std::optional(own.front().tensor.device());
+    return own.empty() || !own.front().tensor.defined() ? std::nullopt : std::optional(own.front().tensor.device());
   }
   // Buffers that forwards write (running statistics). Asked for once.
   virtual std::vector<NamedTensor> written_buffers() const { return {}; }
@@ -59,8 +60,8 @@ class StageFunction {
 class LambdaStage : public StageFunction {
  public:
   using Function = std::function<Tensors(const Tensors&)>;
-  LambdaStage(Function function, std::vector<NamedTensor> parameters)
-      : function_(std::move(function)), parameters_(std::move(parameters)) {}
+  // Throws Error(InvalidArgument) for an empty function.
+  LambdaStage(Function function, std::vector<NamedTensor> parameters);
   Tensors forward(const Tensors& inputs) override { return function_(inputs); }
   std::vector<NamedTensor> parameters() const override { return parameters_; }
 

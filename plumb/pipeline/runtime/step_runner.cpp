@@ -42,6 +42,14 @@ void check_parts(const std::vector<StageWiring>& wiring, const Schedule& schedul
   }
   require(stages.size() == mine.size(),
           str("rank ", me, " was given ", stages.size(), " stages, ", the_schedule, " has ", mine.size(), " there"));
+  for (const auto& [stage, function] : stages) {
+    for (const NamedTensor& parameter : function->parameters()) {
+      if (parameter.tensor.defined()) continue;
+      throw Error(ErrorKind::InvalidArgument,
+                  str("parameter '", parameter.name, "' of stage ", stage, " is an undefined tensor"), "",
+                  "give the stage the tensor, or leave the parameter out");
+    }
+  }
 }
 
 // Throws if another rank has another digest, or says instead why it cannot start.
@@ -70,10 +78,12 @@ PipelineSetup make_setup(PipeTable layout, const Schedule& schedule,
     setup.wiring = connect_stages(layout);
     check_parts(setup.wiring, schedule, functions, me, transport.group().size());
     check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
-  } catch (const Error& e) {
+    check_merges(options.output_merges);
+  } catch (const std::exception& e) {
     // The others wait for this rank: they get the reason why it does not come.
     try {
-      transport.exchange("!" + e.message());
+      const auto* error = dynamic_cast<const Error*>(&e);
+      transport.exchange("!" + (error ? error->message() : error_text(e)));
     } catch (const std::exception&) {
       // Told as far as possible.
     }
