@@ -121,8 +121,8 @@ History parse_history(std::string_view bytes, const std::string& name = "history
 // are stored as "NAME (rank N)". Conditions that held in the same step are one event with the counts summed.
 History merge_histories(std::vector<History> ranks);
 
-// Appends. Every record reaches the system in one write, so that a process that dies loses nothing it recorded. One
-// writer a file. A write that fails leaves the file as it was before and throws Error(CannotWrite).
+// Appends each record in one write, so that a process that dies loses nothing. One writer a file. Throws, the file as
+// it was, Error(CannotWrite) and, for a tensor's number that tensor() has not returned, Error(InvalidArgument).
 class HistoryWriter {
  public:
   // Makes a new file. With `append`, reads an existing one, cuts off a torn last record, and goes on. Throws

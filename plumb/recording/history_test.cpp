@@ -60,6 +60,20 @@ TEST_F(Recording, WhatIsWrittenIsReadBack) {
   EXPECT_EQ(history.last_step(), 2);
 }
 
+TEST_F(Recording, ARecordThatNamesNoTensorIsNotWritten) {
+  HistoryWriter writer(file(), false);
+  const uint32_t t = writer.tensor({"t", "", "aten::add", "float32", {2}});
+  writer.step({1, {HistoryRow{t}}});
+  const std::string before = slurp(file());
+  EXPECT_THAT(message_of([&] { writer.step({2, {HistoryRow{t + 1}}}); }), HasSubstr("no tensor number 1, it has 1"));
+  EXPECT_THAT(message_of([&] { writer.hashes({2, {HistoryHash{7}}}); }), HasSubstr("no tensor number 7"));
+  EXPECT_THAT(message_of([&] { writer.event({2, 0, "std > 1", 1, {{9, false, 2}}}); }), HasSubstr("number 9"));
+  HistoryTensor from{"u", "", "aten::add", "float32", {2}};
+  from.inputs = {1};
+  EXPECT_THAT(message_of([&] { writer.tensor(from); }), HasSubstr("no tensor number 1"));
+  EXPECT_EQ(slurp(file()), before);
+}
+
 TEST_F(Recording, ATornLastRecordIsNoticedAndDroppedWhereverItTore) {
   const std::string whole = small_history(file());
   size_t steps = 99;

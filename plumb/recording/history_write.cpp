@@ -139,7 +139,21 @@ void HistoryWriter::record(uint32_t kind, std::string_view payload) {
 
 void HistoryWriter::rules(const std::string& text) { record(format::kRules, text_of({{"rules", text}})); }
 
+namespace {
+
+// A record that names a tensor which is not there makes the file unreadable.
+void require_tensor(uint32_t tensor, size_t there, const std::filesystem::path& path) {
+  if (tensor < there) return;
+  throw Error(ErrorKind::InvalidArgument,
+              "the history \"" + path.string() + "\" has no tensor number " + std::to_string(tensor) + ", it has " +
+                  std::to_string(there),
+              "", "a number that HistoryWriter::tensor() has returned");
+}
+
+}  // namespace
+
 uint32_t HistoryWriter::tensor(const HistoryTensor& tensor) {
+  for (const uint32_t input : tensor.inputs) require_tensor(input, tensors_.size(), path_);
   const auto [place, is_new] = places_.try_emplace(text_of(json_of(tensor)), static_cast<uint32_t>(tensors_.size()));
   if (is_new) tensors_.push_back(tensor);
   return place->second;
@@ -154,6 +168,7 @@ void HistoryWriter::flush_tensors() {
 }
 
 void HistoryWriter::step(const HistoryStep& step) {
+  for (const HistoryRow& row : step.rows) require_tensor(row.tensor, tensors_.size(), path_);
   flush_tensors();
   std::string payload, bins;
   put(payload, format::StepHead{step.step, step.rows.size()});
@@ -181,6 +196,7 @@ void HistoryWriter::step(const HistoryStep& step) {
 }
 
 void HistoryWriter::hashes(const HistoryHashes& step) {
+  for (const HistoryHash& hash : step.hashes) require_tensor(hash.tensor, tensors_.size(), path_);
   flush_tensors();
   std::string payload;
   put(payload, format::StepHead{step.step, step.hashes.size()});
@@ -198,6 +214,7 @@ void HistoryWriter::scalars(const HistoryScalars& scalars) {
 }
 
 void HistoryWriter::event(const HistoryEvent& event) {
+  for (const auto& c : event.first) require_tensor(c.tensor, tensors_.size(), path_);
   flush_tensors();
   json first = json::array();
   for (const auto& c : event.first) {

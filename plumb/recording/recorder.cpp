@@ -73,12 +73,25 @@ bool fits(const RecordRule& rule, const HistoryTensor& t) {
 RecordRules checked(RecordRules rules) {
   for (size_t i = 0; i < rules.rules.size(); ++i) {
     const RecordRule& rule = rules.rules[i];
+    if (rule.names.empty() || rule.operators.empty()) {
+      throw Error(ErrorKind::InvalidArgument,
+                  str("rule ", i + 1, " has no pattern of ", rule.names.empty() ? "names" : "operators"), rule.where,
+                  "give it one; \"*\" fits all");
+    }
     if (rule.every >= 1 && rule.limit >= 1) continue;
     throw Error(ErrorKind::InvalidArgument,
                 str("rule ", i + 1, " has every = ", rule.every, " and limit = ", rule.limit, ", numbers of steps"),
                 rule.where, "give both at least 1");
   }
   return rules;
+}
+
+constexpr int64_t kMostSteps = int64_t{1} << 62;
+
+RecorderOptions checked(RecorderOptions options) {
+  if (options.after.value_or(0) >= 0 && options.after.value_or(0) <= kMostSteps) return options;
+  throw Error(ErrorKind::InvalidArgument, str("RecorderOptions::after is ", *options.after), "",
+              "the number of a step, from 0 to 2^62");
 }
 
 // Some of the names or operators there are, for one who looks for the right one.
@@ -95,12 +108,12 @@ std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryT
 
 Recorder::Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options)
     : rules_(checked(std::move(rules))),
-      part_(options.part),
+      part_(checked(options).part),
       writer_(path, options.append, options.after),
       fitted_(rules_.rules.size()),
       recorded_(rules_.rules.size()),
       due_(rules_.rules.size()),
-      step_(options.after.value_or(writer_.last_step()) + 1) {
+      step_(std::min(options.after.value_or(writer_.last_step()), kMostSteps) + 1) {
   writer_.rules(rules_.text);
 }
 
@@ -285,9 +298,10 @@ void Recorder::find_hashes(std::vector<HistoryHash>& hashes) const {
 }
 
 void Recorder::add_hash(HistoryTensor tensor, const at::Tensor& values) {
+  const uint64_t hash = hash_of(values);
   if (tensor.sizes.empty()) tensor.sizes = values.sizes().vec();
   if (tensor.dtype.empty()) tensor.dtype = torch_name(values.scalar_type());
-  added_.push_back({writer_.tensor(tensor), false, 0, 0, hashed_words(values), hash_of(values)});
+  added_.push_back({writer_.tensor(tensor), false, 0, 0, hashed_words(values), hash});
 }
 
 void Recorder::set_step(int64_t step) {
@@ -297,6 +311,8 @@ void Recorder::set_step(int64_t step) {
                     " or later"),
                 "", "set a later step, or open the history with RecorderOptions::after, which cuts off later ones");
   }
+  if (step > kMostSteps)
+    throw Error(ErrorKind::InvalidArgument, str("a recorder is set to step ", step), "", "2^62 at most");
   step_ = step;
   prepare();
 }

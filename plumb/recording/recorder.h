@@ -48,7 +48,7 @@ class Recorder {
   using Scalars = std::vector<std::pair<std::string, double>>;
 
   // Errors: those of HistoryWriter and of attach(), and Error(InvalidArgument) for rules whose `every` or `limit` is
-  // below 1.
+  // below 1 or that have no pattern, and for `after` that is no step.
   Recorder(GraphModule& module, RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
   // For modules that are attached later.
   Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
@@ -63,7 +63,7 @@ class Recorder {
   // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
   // parameters' and buffers' values the last counts. Steps count from 1. Returns the number of rows written.
   size_t step(const Scalars& scalars = {});
-  // Adds the hash of a tensor to the running step: of state between steps, say, under an operation of its own.
+  // Adds a tensor's hash to the running step (of state between steps, say). Throws what hash_of() throws.
   void add_hash(HistoryTensor tensor, const at::Tensor& values);
   // Sets the number of the step that runs now. Throws Error(InvalidArgument) unless it is after the history's last one.
   void set_step(int64_t step);
