@@ -240,6 +240,9 @@ std::vector<std::vector<size_t>> values_sent(const std::vector<DiffTensor>& tens
 
 // Returns the elements as a plain tensor on the CPU.
 at::Tensor plain(const at::Tensor& given) {
+  if (!given.defined())
+    throw Error(ErrorKind::InvalidArgument, "an undefined tensor has no values", "",
+                "compare tensors that have values");
   if (given.is_meta() || given.is_nested()) {
     throw Error(ErrorKind::InvalidArgument, given.is_meta() ? "a meta tensor has no values" : "a nested tensor", "",
                 "compare tensors that have one size and values");

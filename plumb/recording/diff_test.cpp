@@ -313,5 +313,13 @@ TEST_F(Diffs, DistancesCountUnitsOfTheLastPlace) {
   EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).differing, 1);
 }
 
+TEST_F(Diffs, WhatIsMissingIsNamed) {
+  EXPECT_THAT(message_of([] { diff(DiffTensors{{"w", at::Tensor()}}, DiffTensors{{"w", at::ones({2})}}); }),
+              HasSubstr("w: an undefined tensor has no values"));
+  const auto module = two_layers();
+  ModuleDiff both(*module, *module);
+  EXPECT_THAT(message_of([&] { both.run(nullptr); }), HasSubstr("ModuleDiff::run() has no function"));
+}
+
 }  // namespace
 }  // namespace plumb

@@ -77,6 +77,8 @@ std::vector<c10::IValue> copies_on_device_of(const GraphModule& module, std::vec
 
 // Runs a tracked module forward and backward, and leaves nothing behind.
 void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModule&)>& loss_of) {
+  if (!loss_of)
+    throw Error(ErrorKind::InvalidArgument, "ModuleDiff::run() has no function", "", "give one that runs the graph");
   const at::AutoGradMode with_gradients(true);
   ModuleStateGuard guard(module.state(), {});
   guard.keep_buffers(module.state());
