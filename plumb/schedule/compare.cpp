@@ -18,7 +18,11 @@ constexpr const char* kSearched = "Searched";
 
 double at_stage(const std::vector<double>& values, int stage) {
   if (values.empty()) return 0;
-  return values.size() == 1 ? values[0] : values.at(stage);
+  if (values.size() == 1) return values[0];
+  if (stage >= 0 && static_cast<std::size_t>(stage) < values.size()) return values[static_cast<std::size_t>(stage)];
+  throw Error(ErrorKind::InvalidArgument,
+              str("the resident memory has ", values.size(), " entries, none of stage ", stage), "",
+              "give one for all stages or one a stage");
 }
 
 // The search knows one limit for all ranks: what the rank with most memory besides activations has left.
@@ -98,6 +102,10 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
   if (num_ranks < 1 || num_microbatches < 1) {
     throw Error(ErrorKind::InvalidArgument,
                 str("schedules for ", num_ranks, " ranks and ", num_microbatches, " microbatches do not exist"));
+  }
+  if (!costs_of) throw Error(ErrorKind::InvalidArgument, "the costs have no function", "", "even_costs(), or your own");
+  for (const int per_rank : options.stages_per_rank) {
+    if (per_rank < 1) throw Error(ErrorKind::InvalidArgument, str("a rank cannot have ", per_rank, " stages"));
   }
   std::vector<std::string> names = options.names;
   if (names.empty()) {

@@ -93,6 +93,11 @@ TEST(Compare, RefusesWhatDoesNotExist) {
   CompareOptions options;
   options.names = {"Nope"};
   EXPECT_THROW(compare_schedules(2, 8, even_costs({}, 2), options), Error);
+  options = {.stages_per_rank = {2, 0}};
+  EXPECT_THROW(compare_schedules(2, 8, even_costs({}, 2), options), Error);
+  EXPECT_THROW(compare_schedules(2, 8, nullptr), Error);
+  EXPECT_THROW(resident_memory({.costs = {}, .resident = {1, 2}}, {2}), Error);
+  EXPECT_THROW(Costs().for_stages(-1, 1), Error);
 }
 
 }  // namespace

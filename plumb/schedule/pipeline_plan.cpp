@@ -83,7 +83,15 @@ std::string to_json(const PipelinePlan& plan) {
                                            {"cut", plan.cut},
                                            {"recompute", plan.recompute},
                                            {"table", table}};
-  return document.dump(1) + "\n";
+  const bool finite = std::isfinite(plan.seconds) &&
+                      std::ranges::all_of(plan.memory, [](double bytes) { return std::isfinite(bytes); });
+  if (!finite)
+    throw Error(ErrorKind::InvalidArgument, "a plan's seconds or memory are not finite: JSON has no such number");
+  try {
+    return document.dump(1) + "\n";
+  } catch (const nlohmann::json::exception&) {
+    throw Error(ErrorKind::InvalidArgument, "a plan's texts are no UTF-8");
+  }
 }
 
 PipelinePlan parse_plan(std::string_view text, const std::string& where) {

@@ -22,7 +22,7 @@ struct PipelinePlan {
   bool operator==(const PipelinePlan&) const = default;
 };
 
-// Returns the plan as JSON. parse_plan() returns it again.
+// Returns the plan as JSON. parse_plan() returns it again. Throws Error(InvalidArgument) for what JSON cannot hold.
 std::string to_json(const PipelinePlan& plan);
 // Takes any bytes: time and memory are bounded by their length. `where`: a file's name for messages. Throws
 // Error(BadFile) for what is no plan and names the entry, and Error(Schedule) for a table that cannot run.

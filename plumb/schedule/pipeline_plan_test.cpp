@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
@@ -27,6 +28,15 @@ std::string changed(const char* entry, const nlohmann::json& value) {
 }
 
 TEST(PipelinePlan, IsReadAgainAsItWasWritten) { EXPECT_EQ(parse_plan(to_json(example())), example()); }
+
+TEST(PipelinePlan, IsNotWrittenWithWhatJsonCannotHold) {
+  PipelinePlan plan = example();
+  plan.memory[1] = INFINITY;
+  EXPECT_THAT(message_of([&] { to_json(plan); }), HasSubstr("are not finite"));
+  plan = example();
+  plan.cut[0] = "addmm\xff";
+  EXPECT_THAT(message_of([&] { to_json(plan); }), HasSubstr("no UTF-8"));
+}
 
 TEST(PipelinePlan, SaysWhichEntryIsWrong) {
   const auto problem = [](const std::string& text) { return message_of([&] { parse_plan(text, "best.json"); }); };

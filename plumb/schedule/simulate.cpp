@@ -68,6 +68,7 @@ std::vector<std::vector<Action>> without_pairs(const std::vector<std::vector<Act
 }  // namespace schedule_internal
 
 Costs Costs::for_stages(int num_stages, int num_ranks) const {
+  if (num_stages < 0) throw Error(ErrorKind::InvalidArgument, str("there are no costs of ", num_stages, " stages"));
   Costs result = *this;
   result.forward = spread(forward, num_stages, "forward");
   result.input = spread(input, num_stages, "input backward");
