@@ -1,5 +1,6 @@
 #include "plumb/scaling/optim.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 
@@ -8,22 +9,26 @@
 namespace plumb::optim {
 namespace {
 
-// Values that one output sums over; for an embedding, the size of a row.
+// Values that one output sums over; for an embedding, the size of a row. A weight without elements is never stepped:
+// any factor will do.
 double fan_in(at::IntArrayRef sizes) {
   if (sizes.empty()) return 1;
-  if (sizes.size() == 1) return static_cast<double>(sizes[0]);
-  return static_cast<double>(c10::multiply_integers(sizes.slice(1)));
+  const int64_t values = sizes.size() == 1 ? sizes[0] : c10::multiply_integers(sizes.slice(1));
+  return static_cast<double>(std::max<int64_t>(values, 1));
 }
+
+// std::pow has the bits of Python's `x ** power`, which 1 / std::sqrt(x) has not.
+double to_power(double x, double power) { return std::pow(x, power); }
 
 }  // namespace
 
 double lr_scale_for_depth(const ParameterData& data) {
-  return data.scaling_depth ? 1 / std::sqrt(static_cast<double>(*data.scaling_depth)) : 1;
+  return data.scaling_depth ? to_power(static_cast<double>(*data.scaling_depth), -0.5) : 1;
 }
 
 double lr_scale_func_adam(const ParameterData& data, at::IntArrayRef sizes) {
   const double scale = lr_scale_for_depth(data);
-  return data.type == MupType::Weight ? scale / std::sqrt(fan_in(sizes)) : scale;
+  return data.type == MupType::Weight ? scale * to_power(fan_in(sizes), -0.5) : scale;
 }
 
 LrScale lr_scale_func_sgd(const std::optional<std::string>& readout_constraint) {
@@ -36,7 +41,7 @@ LrScale lr_scale_func_sgd(const std::optional<std::string>& readout_constraint) 
   return [](const ParameterData& data, at::IntArrayRef sizes) {
     const double scale = lr_scale_for_depth(data);
     switch (data.type) {
-      case MupType::Weight: return scale * std::sqrt(fan_in(sizes));
+      case MupType::Weight: return scale * to_power(fan_in(sizes), 0.5);
       case MupType::Bias:
       case MupType::Norm: return sizes.empty() ? scale : scale * static_cast<double>(sizes[0]);
       case MupType::Output: return scale;

@@ -218,7 +218,8 @@ ResidualScalingFn transformer_residual_scaling_rule(double residual_mult, double
     const int64_t attns = (index + 1) / 2, mlps = index / 2;  // before this one
     const auto attn_before = static_cast<double>(attns), mlp_before = static_cast<double>(mlps);
     const double here = index % 2 == 0 ? attn : mlp;
-    return here / std::sqrt(static_cast<double>(layers) / 2 + attn_before * attn * attn + mlp_before * mlp * mlp);
+    // Grouped as in Python, whose taus have the same bits.
+    return here / std::sqrt(static_cast<double>(layers) / 2 + attn_before * (attn * attn) + mlp_before * (mlp * mlp));
   };
 }
 

@@ -64,6 +64,11 @@ TEST(Rules, AResidualWeightIsAFiniteNumber) {
   for (double tau : {std::nan(""), HUGE_VAL, -HUGE_VAL, 1e200}) EXPECT_THROW(rules::residual(tau), Error) << tau;
 }
 
+TEST(Rules, TransformerResidualsHavePythonsBits) {
+  EXPECT_EQ(rules::transformer_residual_scaling_rule(0.5, 1.7)(9, 24), 0x1.835d4495eefc1p-4);
+  EXPECT_EQ(rules::transformer_residual_scaling_rule(0.7, 0.5)(6, 8), 0x1.582c95507a5d1p-3);
+}
+
 TEST(Rules, TransformerResidualsContributeAsAsked) {
   for (auto [mult, ratio, layers] : {std::tuple{1.0, 1.0, 4}, {0.5, 1.0, 4}, {1.0, 2.0, 4}, {0.5, 1 / 3.0, 6}}) {
     auto rule = rules::transformer_residual_scaling_rule(mult, ratio);
