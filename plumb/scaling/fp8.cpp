@@ -171,6 +171,15 @@ bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype) {
 
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
                      double alpha, at::ScalarType dtype) {
+  const auto fit = [&] {
+    if (!a.defined() || !b.defined() || a.dim() != b.dim() || (a.dim() != 2 && a.dim() != 3)) return false;
+    return a.size(-1) == b.size(-2) && (a.dim() == 2 || a.size(0) == b.size(0));
+  };
+  if (!fit()) {
+    const auto text = [](const at::Tensor& x) { return x.defined() ? c10::str(x.sizes()) : "undefined"; };
+    throw Error(ErrorKind::TensorMismatch, "scaled_mm: codes " + text(a) + " and " + text(b) + " have no product", "",
+                "two matrices, or equal batches of them: (..., rows, inner) and (..., inner, columns)");
+  }
   const auto options = a.options().dtype(at::kFloat);
   const auto factor = at::full({}, alpha, options), one = at::ones({}, options);
   if (a.numel() == 0 || b.numel() == 0) {

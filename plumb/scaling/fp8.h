@@ -33,7 +33,7 @@ bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
 
 // Returns alpha * a @ b by _scaled_mm, of matrices of codes (uint8) or equal batches of them. Dimensions that the units
 // do not take (no multiple of 16) are filled up with zeros, and the second operand is copied where it does not lie
-// column by column. dtype: of the result; float32, bfloat16 or float16.
+// column by column. `dtype`: float32, bfloat16 or float16. Throws Error(TensorMismatch) if they have no product.
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
                      double alpha, at::ScalarType dtype);
 

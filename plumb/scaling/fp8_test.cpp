@@ -72,6 +72,19 @@ TEST(Fp8, ScaledMMOfTorchIsTheProductOfTheValuesAtEverySize) {
   EXPECT_EQ(scaled_mm(a.slice(1, 0, 0), e4m3(), b, e4m3(), 1, at::kFloat).sizes(), (at::IntArrayRef{3, 0, 12}));
 }
 
+TEST(Fp8, CodesThatHaveNoProductAreRefused) {
+  const FPFormat& format = fp8_format("e4m3fn");
+  const auto codes = [](at::IntArrayRef sizes) { return at::ones(sizes, at::kByte); };
+  for (const auto& [a, b] : std::vector<std::pair<at::Tensor, at::Tensor>>{{codes({2, 3}), codes({4, 2})},
+                                                                           {codes({2, 3}), codes({2, 3, 2})},
+                                                                           {codes({2, 2, 3}), codes({1, 3, 2})},
+                                                                           {codes({3}), codes({3})},
+                                                                           {codes({0, 3}), codes({4, 2})},
+                                                                           {at::Tensor(), codes({3, 2})}}) {
+    EXPECT_THROW(scaled_mm(a, format, b, format, 1, at::kFloat), Error);
+  }
+}
+
 TEST(Fp8, AWeightIsCastOnceUntilItIsWritten) {
   at::manual_seed(5);
   at::Tensor w = at::randn({32, 48}).requires_grad_();
