@@ -5,6 +5,14 @@
 namespace plumb::nn {
 namespace {
 
+// Throws Error(InvalidArgument) for a size that no layer has. Products of two sizes fit into int64.
+void check_size(const char* module, const char* name, int64_t size, int64_t least = 0) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (size >= least && size <= kMost) return;
+  throw Error(ErrorKind::InvalidArgument, std::string(module) + ": " + name + " is " + std::to_string(size) + ".", "",
+              "a number from " + std::to_string(least) + " to 2^31");
+}
+
 // A module's clone() calls reset() first and copies values after: what is made here is made again for the copy.
 Tensor register_tagged(torch::nn::Module& module, const char* name, Tensor value, MupType type) {
   auto& parameter = module.register_parameter(name, std::move(value));
@@ -22,6 +30,8 @@ Linear free_linear(int64_t in, int64_t out) {
 
 LinearImpl::LinearImpl(LinearOptions o) : options(std::move(o)) { LinearImpl::reset(); }
 void LinearImpl::reset() {
+  check_size("Linear", "in_features", options.in_features);
+  check_size("Linear", "out_features", options.out_features);
   weight =
       register_tagged(*this, "weight", torch::randn({options.out_features, options.in_features}), options.weight_type);
   if (options.bias) bias = register_tagged(*this, "bias", torch::zeros(options.out_features), MupType::Bias);
@@ -29,6 +39,8 @@ void LinearImpl::reset() {
 
 LinearReadoutImpl::LinearReadoutImpl(LinearReadoutOptions o) : options(std::move(o)) { LinearReadoutImpl::reset(); }
 void LinearReadoutImpl::reset() {
+  check_size("LinearReadout", "in_features", options.in_features);
+  check_size("LinearReadout", "out_features", options.out_features);
   weight =
       register_tagged(*this, "weight", torch::randn({options.out_features, options.in_features}), options.weight_type);
   if (options.bias) bias = register_tagged(*this, "bias", torch::zeros(options.out_features), MupType::Bias);
@@ -36,6 +48,9 @@ void LinearReadoutImpl::reset() {
 
 Conv1dImpl::Conv1dImpl(Conv1dOptions o) : options(std::move(o)) { Conv1dImpl::reset(); }
 void Conv1dImpl::reset() {
+  check_size("Conv1d", "in_channels", options.in_channels);
+  check_size("Conv1d", "out_channels", options.out_channels);
+  check_size("Conv1d", "kernel_size", options.kernel_size, 1);
   if (options.groups < 1 || options.in_channels % options.groups || options.out_channels % options.groups) {
     throw Error(ErrorKind::InvalidArgument, "Conv1d: channels " + std::to_string(options.in_channels) + " and " +
                                                 std::to_string(options.out_channels) + " do not divide into " +
@@ -49,6 +64,7 @@ void Conv1dImpl::reset() {
 
 LayerNormImpl::LayerNormImpl(LayerNormOptions o) : options(std::move(o)) { LayerNormImpl::reset(); }
 void LayerNormImpl::reset() {
+  for (const int64_t size : options.normalized_shape) check_size("LayerNorm", "normalized_shape", size);
   if (!options.elementwise_affine) return;
   weight = register_tagged(*this, "weight", torch::ones(options.normalized_shape), MupType::Norm);
   if (options.bias) bias = register_tagged(*this, "bias", torch::zeros(options.normalized_shape), MupType::Bias);
@@ -56,6 +72,7 @@ void LayerNormImpl::reset() {
 
 RMSNormImpl::RMSNormImpl(RMSNormOptions o) : options(std::move(o)) { RMSNormImpl::reset(); }
 void RMSNormImpl::reset() {
+  for (const int64_t size : options.normalized_shape) check_size("RMSNorm", "normalized_shape", size);
   if (options.elementwise_affine) {
     weight = register_tagged(*this, "weight", torch::ones(options.normalized_shape), MupType::Norm);
   }
@@ -63,6 +80,13 @@ void RMSNormImpl::reset() {
 
 EmbeddingImpl::EmbeddingImpl(EmbeddingOptions o) : options(o) { EmbeddingImpl::reset(); }
 void EmbeddingImpl::reset() {
+  check_size("Embedding", "num_embeddings", options.num_embeddings);
+  check_size("Embedding", "embedding_dim", options.embedding_dim);
+  const int64_t rows = options.num_embeddings, padding = options.padding_idx.value_or(0);
+  if (options.padding_idx && (padding < -rows || padding >= rows)) {
+    throw Error(ErrorKind::InvalidArgument, "Embedding: padding_idx " + std::to_string(padding) +
+                                                " is none of the table's " + std::to_string(rows) + " rows.");
+  }
   auto table = torch::randn({options.num_embeddings, options.embedding_dim});
   if (options.padding_idx) table.select(0, *options.padding_idx).zero_();
   weight = register_tagged(*this, "weight", table, MupType::Weight);
@@ -78,6 +102,8 @@ void CrossEntropyLossImpl::reset() {
 MLPImpl::MLPImpl(int64_t hidden, int64_t factor) : hidden_size(hidden), expansion_factor(factor) { MLPImpl::reset(); }
 void MLPImpl::reset() {
   // No constraint is needed: what linear_1 and linear_gate do to the gradient's scale, linear_2 undoes.
+  check_size("MLP", "hidden_size", hidden_size);
+  check_size("MLP", "expansion_factor", expansion_factor);
   const int64_t inner = hidden_size * expansion_factor;
   linear_1 = register_module("linear_1", free_linear(hidden_size, inner));
   linear_gate = register_module("linear_gate", free_linear(hidden_size, inner));
@@ -89,6 +115,7 @@ Tensor MLPImpl::forward(const Tensor& input) {
 
 MHSAImpl::MHSAImpl(MHSAOptions o) : options(o) { MHSAImpl::reset(); }
 void MHSAImpl::reset() {
+  check_size("MHSA", "hidden_size", options.hidden_size);
   if (options.heads < 1 || options.hidden_size % options.heads) {
     throw Error(ErrorKind::InvalidArgument, "MHSA: hidden_size " + std::to_string(options.hidden_size) +
                                                 " is not a multiple of " + std::to_string(options.heads) + " heads.");
@@ -154,6 +181,12 @@ TransformerStackImpl::TransformerStackImpl(TransformerStackOptions o) : options(
   TransformerStackImpl::reset();
 }
 void TransformerStackImpl::reset() {
+  check_size("TransformerStack", "layers", options.layers);
+  if (!options.residual_scaling) {
+    throw Error(
+        ErrorKind::InvalidArgument, "TransformerStack: residual_scaling is empty.", "",
+        "rules::transformer_residual_scaling_rule(), or a function of the branch and of the number of branches");
+  }
   layers.clear();
   const int64_t branches = 2 * options.layers;
   for (int64_t i = 0; i < options.layers; ++i) {

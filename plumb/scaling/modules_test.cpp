@@ -51,6 +51,13 @@ TEST_F(Modules, LearningRatesFollowTypeFanInAndDepth) {
   EXPECT_THROW(optim::lr_scale_func_sgd("gmean"), Error);
 }
 
+TEST_F(Modules, LearningRatesHavePythonsBits) {
+  const std::vector<int64_t> sizes{8, 24}, empty{8, 0};
+  EXPECT_EQ(optim::lr_scale_func_adam({MupType::Weight, std::nullopt}, sizes), 0x1.a20bd700c2c3ep-3);  // 24**-0.5
+  EXPECT_EQ(optim::lr_scale_func_adam({MupType::Weight, 3}, sizes), 0x1.e2b7dddfefa66p-4);  // 3**-0.5 * 24**-0.5
+  EXPECT_EQ(optim::lr_scale_func_adam({MupType::Weight, std::nullopt}, empty), 1);
+}
+
 TEST_F(Modules, IndependentWeightDecayDoesNotDependOnTheRate) {
   auto p = make_parameter(torch::zeros({4, 16}), MupType::Weight);
   auto groups = optim::scaled_parameters(optim::with_names({p}), optim::lr_scale_func_adam,
@@ -74,6 +81,36 @@ TEST_F(Modules, UntaggedParametersAreRefusedByNameUnlessAllowed) {
   optim::ScaledOptions allow;
   allow.allow_non_unit_scaling_params = true;
   EXPECT_EQ(optim::Adam(named, torch::optim::AdamOptions(0.1), allow).param_groups().size(), 2);
+}
+
+TEST_F(Modules, SizesThatNoLayerHasAreNamed) {
+  const auto refused = [](const auto& make) -> std::string {
+    try {
+      make();
+    } catch (const Error& e) {
+      return e.kind() == ErrorKind::InvalidArgument ? e.message() : e.what();
+    }
+    return "no error";
+  };
+  nn::Conv1dOptions conv(4, 4, 0);
+  nn::EmbeddingOptions table(3, 4);
+  table.padding_idx = 3;
+  nn::TransformerStackOptions stack(2, 16, 2, true);
+  stack.residual_scaling = nullptr;
+  EXPECT_EQ(refused([] { nn::Linear(-1, 4); }), "Linear: in_features is -1.");
+  EXPECT_EQ(refused([] { nn::LinearReadout(4, -1); }), "LinearReadout: out_features is -1.");
+  EXPECT_EQ(refused([&] { nn::Conv1d{conv}; }), "Conv1d: kernel_size is 0.");
+  EXPECT_EQ(refused([] { nn::LayerNorm{nn::LayerNormOptions({-2})}; }), "LayerNorm: normalized_shape is -2.");
+  EXPECT_EQ(refused([] { nn::Embedding(-3, 4); }), "Embedding: num_embeddings is -3.");
+  EXPECT_EQ(refused([&] { nn::Embedding{table}; }), "Embedding: padding_idx 3 is none of the table's 3 rows.");
+  EXPECT_EQ(refused([] { nn::MLP(16, INT64_MAX); }), "MLP: expansion_factor is 9223372036854775807.");
+  EXPECT_EQ(refused([] { nn::MHSA{nn::MHSAOptions(-4, 2, true)}; }), "MHSA: hidden_size is -4.");
+  EXPECT_EQ(refused([&] { nn::TransformerStack{stack}; }), "TransformerStack: residual_scaling is empty.");
+  EXPECT_EQ(refused([] { nn::TransformerStack{nn::TransformerStackOptions(-1, 16, 2, true)}; }),
+            "TransformerStack: layers is -1.");
+  EXPECT_EQ(refused([] { nn::TransformerDecoder{nn::TransformerDecoderOptions(16, 10, -1, 2)}; }),
+            "TransformerStack: layers is -1.");
+  EXPECT_EQ(nn::TransformerStack(nn::TransformerStackOptions(0, 16, 2, true))->layers.size(), 0u);
 }
 
 TEST_F(Modules, AnOptimizerHasATiedParameterOnce) {

@@ -117,6 +117,8 @@ class TransformerStack(DepthSequential):
         residual_scaling: ResidualScalingFn = transformer_residual_scaling_rule(),
         **kwargs: Any,
     ) -> None:
+        if layers < 0:
+            raise ValueError(f"TransformerStack: layers is {layers}.")
         taus = [residual_scaling(branch, 2 * layers) for branch in range(2 * layers)]
         super().__init__(
             *(
