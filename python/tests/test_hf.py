@@ -237,6 +237,9 @@ def refused(match, *args, **how):
 def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     refused("holds no config.json", tmp_path)
     refused("holds no config.json", "meta-llama/Llama-3.2-1B")  # a name is not fetched
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "config.json")
+    refused("config.json: is not a regular file", tmp_path / "pipe")
     folder = tmp_path / "in"
     folder_of(llama, folder)
     config = json.loads((folder / "config.json").read_text())

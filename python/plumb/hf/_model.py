@@ -58,7 +58,7 @@ def transformers() -> Any:
 def read_values(folder: str) -> Any:
     """Returns the content of the config.json of a local folder, which names nothing elsewhere."""
     path = os.path.join(folder, "config.json")
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         raise Error(
             f"{folder}: holds no config.json",
             kind=ErrorKind.BadFile,
