@@ -319,22 +319,6 @@ TEST_F(Command, TrainsUnderTorchrun) {
   EXPECT_EQ(training(run).losses, training(plumb(kTrain)).losses);
 }
 
-TEST_F(Command, SaysWhatAnotherLauncherLeavesToIt) {
-  const std::string train = " " PLUMB_COMMAND " train lm.pt2 --data tokens.bin --steps 2 --threads 1 --stages 2 ";
-  const auto ranks = [&](const std::string& more) {
-    return shell("for r in 0 1; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + own_port() + train +
-                 more + " & done; wait");
-  };
-  const Ended dry = ranks("--dry-run");
-  EXPECT_NE(dry.out.find("A step of 2 rows takes about"), std::string::npos) << dry.out << dry.err;
-  EXPECT_EQ(dry.err.find("what is learned"), std::string::npos) << dry.err;
-  EXPECT_NE(ranks("--spares 1 --max-restarts 1").err.find("--spares: torchrun starts the processes"),
-            std::string::npos);
-  const Ended lasts = ranks("--max-restarts 1");
-  EXPECT_NE(lasts.err.find("--max-restarts: makes up for no lost rank"), std::string::npos) << lasts.err;
-  EXPECT_NE(lasts.out.find("step 2/2"), std::string::npos) << lasts.out;
-}
-
 TEST_F(Command, TrainsUnderTheVariablesOfOtherLaunchers) {
   const auto alone = training(plumb(kTrain)).losses;
   for (const std::string variables :

@@ -390,23 +390,17 @@ TEST_F(Recording, AGraphOutlivesItsRecorder) {
 TEST_F(Recording, RulesAndStepsThatAreNoneAreRefused) {
   auto module = model();
   RecordRules rules = RecordRules::everything(1);
-  rules.rules[0].operators.clear();
-  EXPECT_THAT(message_of([&] { Recorder(*module, rules, file()); }), HasSubstr("rule 1 has no pattern of operators"));
   rules.rules[0].names.clear();
   EXPECT_THAT(message_of([&] { Recorder(*module, rules, file()); }), HasSubstr("rule 1 has no pattern of names"));
-  {
-    Recorder recorder(*module, RecordRules::everything(1), file());
-    train_step(*module, randn_there({16, 8}));
-    recorder.step();
-    EXPECT_THAT(message_of([&] { recorder.set_step(INT64_MAX); }), HasSubstr("2^62 at most"));
-    EXPECT_THROW(recorder.add_hash({"w", "", "state", "", {}}, at::Tensor()), Error);
-  }
-  const std::string before = slurp(file());
   for (const int64_t after : {int64_t{-1}, INT64_MAX}) {
-    EXPECT_THAT(message_of([&] { Recorder(*model(), RecordRules::everything(1), file(), {true, after}); }),
+    EXPECT_THAT(message_of([&] { Recorder(*module, RecordRules::everything(1), file(), {true, after}); }),
                 HasSubstr("RecorderOptions::after is " + std::to_string(after)));
-    EXPECT_EQ(slurp(file()), before);
   }
+  Recorder recorder(*module, RecordRules::everything(1), file());
+  train_step(*module, randn_there({16, 8}));
+  recorder.step();
+  EXPECT_THAT(message_of([&] { recorder.set_step(INT64_MAX); }), HasSubstr("2^62 at most"));
+  EXPECT_THROW(recorder.add_hash({"w", "", "state", "", {}}, at::Tensor()), Error);
 }
 
 TEST_F(Recording, ARuleThatFitsNothingIsRefusedWithTheNamesThereAre) {

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstring>
+#include <string_view>
 
 #include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
@@ -233,12 +233,11 @@ TEST(Message, NeverReadsBeyondALiarsBuffer) {
 
 TEST(Message, SizesOfAnEmptyValueWhoseStridesAreBeyondInt64AreRefused) {
   auto lie = pack({{at::empty({0, 2, 3}), false}});
-  auto* const end = static_cast<char*>(lie.data_ptr()) + lie.numel();
+  auto* const begin = static_cast<char*>(lie.data_ptr());
   const std::int64_t sizes[] = {0, 2, 3}, large = std::int64_t{1} << 58;
-  char* const table = std::search(static_cast<char*>(lie.data_ptr()), end, reinterpret_cast<const char*>(sizes),
-                                  reinterpret_cast<const char*>(sizes + 3));
-  ASSERT_NE(table, end);
-  for (const size_t place : {1, 2}) std::memcpy(table + place * sizeof large, &large, sizeof large);
+  const auto table = std::string_view(begin, lie.numel()).find({reinterpret_cast<const char*>(sizes), sizeof sizes});
+  ASSERT_NE(table, std::string_view::npos);
+  for (const size_t place : {1, 2}) std::memcpy(begin + table + place * sizeof large, &large, sizeof large);
   seal_again(lie);
   EXPECT_THAT(message_of([&] { wire::read_message(lie); }), HasSubstr("sizes are impossible"));
 }
