@@ -399,16 +399,13 @@ TEST(Capture, RefusesAModelThatIsNotThere) {
 }
 
 TEST(Capture, RefusesToSeedRandomNumbers) {
-  for (const int seed : {1, 0}) {
-    torch::manual_seed(0);
-    EXPECT_THAT(refusal([&](Tensor x) {
-                  torch::manual_seed(seed);
-                  return x + torch::rand({4});
-                }),
-                HasSubstr("sets torch's random state"))
-        << seed;
-    EXPECT_EQ(at::detail::getDefaultCPUGenerator().current_seed(), 0u);
-  }
+  torch::manual_seed(0);
+  EXPECT_THAT(refusal([](Tensor x) {
+                torch::manual_seed(1);
+                return x + torch::rand({4});
+              }),
+              HasSubstr("sets torch's random state"));
+  EXPECT_EQ(at::detail::getDefaultCPUGenerator().current_seed(), 0u);
 }
 
 TEST(Capture, DrawsTheNumbersOfAnEagerCall) {

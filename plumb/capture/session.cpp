@@ -87,9 +87,7 @@ Session::Session(const CaptureRequest& r, Attempt& a)
       attempt(a),
       module_state_(r.state, r.inputs),
       recorder(r, module_state_),
-      guards(recorder, module_state_, a) {
-  module_state_.watch_seed();
-}
+      guards(recorder, module_state_, a) {}
 
 Session::~Session() { stop(); }
 

@@ -4,7 +4,6 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
-#include <cstring>
 #include <unordered_set>
 
 namespace plumb {
@@ -87,15 +86,6 @@ at::Tensor ModuleStateGuard::find_changed_gradient() const {
     if (!now.is_same(grad) || version_of(now) != version) return parameter;
   }
   return {};
-}
-
-void ModuleStateGuard::watch_seed() {
-  Drawn& cpu = generators_.front();
-  at::Tensor state = cpu.state.clone();
-  cpu.seed = ~cpu.seed;
-  std::memcpy(state.data_ptr(), &cpu.seed, sizeof cpu.seed);  // a saved state begins with the seed
-  std::lock_guard<std::mutex> lock(cpu.generator.mutex());
-  cpu.generator.set_state(state);
 }
 
 bool ModuleStateGuard::was_seeded() const {

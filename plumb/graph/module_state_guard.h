@@ -38,10 +38,7 @@ class ModuleStateGuard {
   int find_moved();
   // Returns the first parameter whose gradient is another than at first, or was written; undefined if there is none.
   at::Tensor find_changed_gradient() const;
-  // Lets was_seeded() notice that the CPU's generator is given the seed that it has already: until the end its seed
-  // reads as another number, and it draws what it would have drawn.
-  void watch_seed();
-  // Returns whether a generator has another seed than at first, or than watch_seed() gave it.
+  // Returns whether a generator has another seed than at first.
   bool was_seeded() const;
   // Returns whether before_write() met the storage of tensor number `index`.
   bool was_written(int index) const { return contents_.count(index) != 0; }
