@@ -243,7 +243,7 @@ def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, t
         assert process.poll() is None, process.stderr.read()
     (tmp_path / "out").rmdir()
     (tmp_path / "out").touch()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=120)[1]
     assert process.returncode != 0 and "out/model" in said and "cannot be written: Not a directory" in said, said
     weights = plumb.load_pt2(tmp_path / "out.pt2").state_dict()
