@@ -238,12 +238,15 @@ def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, t
         f"{COMMAND} train llama.pt2 --data tokens.bin --steps 1000000 --save-hf out --save out.pt2 --json "
         f"--stages {stages} --microbatches {stages}"
     )
-    process = subprocess.Popen(command.split(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command.split(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
     while '"step":' not in process.stdout.readline():
         assert process.poll() is None, process.stderr.read()
     (tmp_path / "out").rmdir()
     (tmp_path / "out").touch()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=120)[1]
     assert process.returncode != 0 and "out/model" in said and "cannot be written: Not a directory" in said, said
     weights = plumb.load_pt2(tmp_path / "out.pt2").state_dict()
