@@ -229,21 +229,24 @@ def test_every_file_of_a_tokenizer_that_transformers_names_is_kept(tmp_path):
     assert not [name for name in names if not (tmp_path / "out" / name).is_file() or (tmp_path / "out" / name).read_text() != name]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, tmp_path):
-    folder_of(llama, tmp_path / "in")
-    hf.import_folder(tmp_path / "in", tmp_path / "llama.pt2", batch=2, length=8)
-    (tmp_path / "tokens.bin").write_bytes(bytes(range(64)) * 20)
-    command = (
-        f"{COMMAND} train llama.pt2 --data tokens.bin --steps 1000000 --save-hf out --save out.pt2 --json "
-        f"--stages {stages} --microbatches {stages}"
-    )
+def start_training(folder, stages, more):
+    """Returns the command of a training with --save-hf, and its process once the first step is done."""
+    folder_of(llama, folder / "in")
+    hf.import_folder(folder / "in", folder / "llama.pt2", batch=2, length=8)
+    (folder / "tokens.bin").write_bytes(bytes(range(64)) * 20)
+    command = f"{COMMAND} train llama.pt2 --data tokens.bin --save-hf out --json --stages {stages} --microbatches {stages} {more}".split()
     process = subprocess.Popen(
-        command.split(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, "--steps", "1000000"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     while '"step":' not in process.stdout.readline():
         assert process.poll() is None, process.stderr.read()
+    return command, process
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_folder_that_can_no_longer_be_written_does_not_cost_the_file(stages, tmp_path):
+    _, process = start_training(tmp_path, stages, "--save out.pt2")
     (tmp_path / "out").rmdir()
     (tmp_path / "out").touch()
     process.send_signal(signal.SIGINT)
@@ -264,15 +267,7 @@ def test_a_folder_of_what_cannot_be_written_is_refused_before_the_training(tmp_p
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_training_that_is_stopped_and_goes_on_writes_its_folder_at_its_end(stages, tmp_path):
-    folder_of(llama, tmp_path / "in")
-    hf.import_folder(tmp_path / "in", tmp_path / "llama.pt2", batch=2, length=8)
-    (tmp_path / "tokens.bin").write_bytes(bytes(range(64)) * 20)
-    command = (
-        f"{COMMAND} train llama.pt2 --data tokens.bin --checkpoints run --save-hf out --json --stages {stages} --microbatches {stages}"
-    ).split()
-    process = subprocess.Popen([*command, "--steps", "1000000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    while '"step":' not in process.stdout.readline():
-        assert process.poll() is None
+    command, process = start_training(tmp_path, stages, "--checkpoints run")
     process.send_signal(signal.SIGTERM)
     assert "--save-hf out is written at the end" in process.communicate(timeout=120)[0]
     assert process.returncode == 75 and not list((tmp_path / "out").iterdir())

@@ -16,15 +16,6 @@ namespace {
 
 bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-}  // namespace
-
-LambdaStage::LambdaStage(Function function, std::vector<NamedTensor> parameters)
-    : function_(std::move(function)), parameters_(std::move(parameters)) {
-  if (!function_) throw Error(ErrorKind::InvalidArgument, "LambdaStage: the function is empty", "", "give it one");
-}
-
-namespace {
-
 const StageIO& ports_of(const GraphModule* module, const PipeTable& table, int index) {
   if (module == nullptr) throw Error(ErrorKind::InvalidArgument, str("stage ", index, " has no graph: it is null"));
   if (index >= 0 && index < table.num_stages()) return table.stages[static_cast<size_t>(index)];
@@ -33,6 +24,11 @@ const StageIO& ports_of(const GraphModule* module, const PipeTable& table, int i
 }
 
 }  // namespace
+
+LambdaStage::LambdaStage(Function function, std::vector<NamedTensor> parameters)
+    : function_(std::move(function)), parameters_(std::move(parameters)) {
+  if (!function_) throw Error(ErrorKind::InvalidArgument, "LambdaStage: the function is empty", "", "give it one");
+}
 
 GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
                        std::shared_ptr<StageSpecializer> specializer, std::string remedy, bool variant)

@@ -92,6 +92,7 @@ class ResidualFinder {
         note_users(group, yes);
       }
     });
+    if (std::ranges::find(attention_, 1) == attention_.end()) return result();
     // Again, now that the residual adds are known: attention on the branch of one is not on a branch around it.
     for (const Question& q : questions_) {
       if (q.answer) branch_end_[arrays_.place.at(q.add)] = q.to;
