@@ -86,3 +86,21 @@ def test_transforms_of_a_graph_come_after_its_unit_scaling_in_either_order():
     assert [node.meta["metrics"].fwd for node in tracked.scales_graph().nodes if "linear" in node.name]
     folded = fold(unit_scale(graph))
     assert "plumb::" not in str(folded.graph) and torch.allclose(folded(x), unit_scale(graph)(x), rtol=1e-4, atol=1e-5)
+
+
+class Loss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, targets):
+        return nn.functional.cross_entropy(self.net(x), targets)
+
+
+@pytest.mark.parametrize("name", ["unit_scale", "split_vocabulary"])
+def test_parameters_that_a_pass_has_made_anew_are_parameters_in_python_too(name):
+    x, targets, net = torch.randn(3, 4), torch.tensor([0, 1, 2]), nn.Linear(4, 6)
+    graph = copy.deepcopy(plumb.capture(Loss(net), x, targets))
+    assert run_passes(graph, name)[0].changed
+    assert all(isinstance(parameter, nn.Parameter) for parameter in graph.parameters())
+    assert torch.equal(copy.deepcopy(graph)(x, targets), graph(x, targets))

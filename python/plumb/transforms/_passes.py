@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _C
 from .._graph_module import GraphModule
+from .._state import own_parameters
 from .._unit_scaled import mark_state_dict, unmark
 from ..parameter import has_parameter_data, tag_parameter, tell_engine, untag_parameter
 
@@ -48,6 +49,7 @@ def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None
     had_tags = _show_tags(module)
     done = module._engine.run_passes(list(passes), "" if dump is None else os.fsencode(dump))
     module.__dict__["_fx"] = None
+    own_parameters(module._engine)
     before = module._slots
     module._register()
     kept = {name for _, _, name, _ in module._slots}
