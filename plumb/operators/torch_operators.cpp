@@ -89,8 +89,9 @@ constexpr OperatorGroup kGroups[] = {
      "chunk detach expand expand_as narrow select slice split split_with_sizes unbind",
      {.passes_through = true, .plain_view = true}},
     {"aten::",
-     "clone contiguous flatten reshape reshape_as swapdims unflatten _unsafe_view",
+     "clone contiguous flatten reshape reshape_as swapdims unflatten",
      {.passes_through = true, .rearranges = true}},
+    {"aten::", "_unsafe_view", {.may_alias = true, .passes_through = true, .rearranges = true}},
     {"aten::", "lift_fresh matrix_H resolve_conj resolve_neg tensor_split to _to_copy", {.passes_through = true}},
     {"aten::", "diagonal unfold", {.plain_view = true}},
     {"aten::", "type_as", {.may_alias = true, .passes_through = true}},
@@ -98,7 +99,8 @@ constexpr OperatorGroup kGroups[] = {
     // --- may return an input, and no schema says so ---
     {"aten::",
      "atleast_1d atleast_2d atleast_3d broadcast_tensors cartesian_prod chain_matmul conj_physical "
-     "flatten_dense_tensors meshgrid pad rms_norm sum_to_size unsafe_chunk",
+     "flatten_dense_tensors meshgrid pad rms_norm sum_to_size unflatten_dense_tensors unsafe_chunk unsafe_split "
+     "unsafe_split_with_sizes",
      {.may_alias = true}},
 
     // --- memory as it was found ---
@@ -233,8 +235,8 @@ constexpr OperatorGroup kGroups[] = {
      "sym_constrain_range_for_size sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride t_copy take "
      "take_along_dim tanh_backward thnn_conv2d threshold_backward tile to_dense topk trace trace_backward "
      "transpose_copy trapezoid trapz triangular_solve tril_indices triplet_margin_loss triu_indices true_divide "
-     "unbind_copy unflatten_dense_tensors unfold_backward unfold_copy uniform unique_consecutive unique_dim "
-     "unique_dim_consecutive unsafe_split unsafe_split_with_sizes unsqueeze_copy upsample_bicubic2d "
+     "unbind_copy unfold_backward unfold_copy uniform unique_consecutive unique_dim "
+     "unique_dim_consecutive unsqueeze_copy upsample_bicubic2d "
      "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
      "upsample_trilinear3d value_selecting_reduction_backward vander var var_mean view_as_complex "
      "view_as_complex_copy view_as_real view_as_real_copy view_copy vsplit vstack zeros zeros_like"},

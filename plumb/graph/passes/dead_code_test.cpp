@@ -63,6 +63,15 @@ TEST(DeadCode, LeavesAWriteThatIsSeenThroughAView) {
 )");
 }
 
+TEST(DeadCode, KnowsOperatorsThatShareMemoryWithoutSayingSo) {
+  for (const char* view :
+       {"[%a, %b] = aten::unsafe_split.Tensor(%e, 2)", "[%a, %b] = aten::unsafe_split_with_sizes(%e, [2, 2])",
+        "%a = aten::_unsafe_view(%e, [-1])", "[%a] = aten::unflatten_dense_tensors(%e, [%x])"}) {
+    expect_unchanged("dead_code", std::string("graph { %x = placeholder \"x\" %e = aten::exp(%x) ") + view +
+                                      " %f = aten::fill_.Scalar(%a, 2.0) output(%e) }");
+  }
+}
+
 TEST(DeadCode, LeavesWritesToInputsParametersBuffersAndReturnedTensors) {
   expect_unchanged("dead_code", R"(graph {
   %x = placeholder "x"
