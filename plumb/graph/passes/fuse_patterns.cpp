@@ -100,6 +100,12 @@ const TensorMeta* type_of(const Arg& arg) {
   return arg.is_value() && arg.value()->meta() ? &*arg.value()->meta() : nullptr;
 }
 
+// Returns whether the value is, or may be where its type is not known, of a floating type.
+bool may_be_floating(const Arg& arg) {
+  const TensorMeta* m = type_of(arg);
+  return arg.is_value() && (!m || m->is_floating_point());
+}
+
 bool has_rank(const Arg& arg, size_t rank) {
   const TensorMeta* m = type_of(arg);
   return m && m->sizes.size() == rank;
@@ -170,7 +176,7 @@ void add_linear(std::vector<PatternRule>& rules) {
 void add_activations(std::vector<PatternRule>& rules) {
   auto unary = [&](const char* name, const std::string& lines, std::function<Node*(Graph&, const Arg&)> make) {
     rules.push_back(rule(name, false, "x", lines, [make](Graph& g, const Match& m) {
-      return m.at("x").is_value() ? make(g, m.at("x")) : nullptr;
+      return may_be_floating(m.at("x")) ? make(g, m.at("x")) : nullptr;
     }));
   };
   auto silu = [](Graph& g, const Arg& x) { return g.call("aten::silu", {x}); };
@@ -199,7 +205,9 @@ void add_softmax(std::vector<PatternRule>& rules) {
   rules.push_back(rule("softmax", false, "x", R"(
       %m = aten::amax(%x, [-1], True) %d = aten::sub.Tensor(%x, %m) %e = aten::exp(%d)
       %s = aten::sum.dim_IntList(%e, [-1], True) %y = aten::div.Tensor(%e, %s))",
-                       [](Graph& g, const Match& m) { return g.call("aten::softmax.int", {m.at("x"), -1}); }));
+                       [](Graph& g, const Match& m) {
+                         return may_be_floating(m.at("x")) ? g.call("aten::softmax.int", {m.at("x"), -1}) : nullptr;
+                       }));
 }
 
 // Before casts that change nothing where the match is.
@@ -349,13 +357,24 @@ void add_norms(std::vector<PatternRule>& rules) {
 }
 
 // --- attention ---
+// Returns whether a mask of these sizes has one number for each score of these queries and keys, or is spread over
+// them. The operator takes no mask of one dimension, and none that makes the scores more.
+bool spreads_over_scores(const std::vector<int64_t>& mask, const std::vector<int64_t>& queries,
+                         const std::vector<int64_t>& keys) {
+  if (mask.size() < 2 || mask.size() > queries.size()) return false;
+  std::vector<int64_t> scores = queries;
+  scores.back() = keys[keys.size() - 2];
+  return std::equal(mask.rbegin(), mask.rend(), scores.rbegin(),
+                    [](int64_t given, int64_t wanted) { return given == 1 || given == wanted; });
+}
+
 void add_attention(std::vector<PatternRule>& rules) {
   auto build = [](bool divides, bool masked) {
     return [divides, masked](Graph& g, const Match& m) -> Node* {
       const TensorMeta *q = type_of(m.at("q")), *k = type_of(m.at("k")), *v = type_of(m.at("v"));
       const Arg& scale = m.at("scale");
       if (!q || !k || !v || !scale.is_constant() || q->sizes.size() < 3 || q->sizes.size() != k->sizes.size() ||
-          q->sizes.size() != v->sizes.size())
+          q->sizes.size() != v->sizes.size() || !q->is_floating_point())
         return nullptr;
       for (size_t i = 0; i + 2 < q->sizes.size(); ++i) {
         if (q->sizes[i] != k->sizes[i] || q->sizes[i] != v->sizes[i]) return nullptr;  // broadcast heads
@@ -366,7 +385,7 @@ void add_attention(std::vector<PatternRule>& rules) {
       Arg mask = std::nullopt;
       if (masked) {
         const TensorMeta* type = type_of(m.at("mask"));
-        if (!type || type->dtype != q->dtype || type->sizes.size() > q->sizes.size()) return nullptr;
+        if (!type || type->dtype != q->dtype || !spreads_over_scores(type->sizes, q->sizes, k->sizes)) return nullptr;
         mask = m.at("mask");
       }
       return g.call("aten::scaled_dot_product_attention", {m.at("q"), m.at("k"), m.at("v"), mask, 0.0, false, s});

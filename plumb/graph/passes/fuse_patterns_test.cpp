@@ -213,6 +213,28 @@ TEST(Raise, FindsActivationsNormsAndAttention) {
       "aten::scaled_dot_product_attention(%q, %k, %v, %mask, scale=0.5)");
 }
 
+TEST(Raise, LeavesFormsOfIntegersAloneWhoseOperatorTakesNone) {
+  const std::string x = "graph { %x: i64[2, 3, 8] = placeholder \"x\" ";
+  for (const char* lines :
+       {"%s = aten::sigmoid(%x) %y = aten::mul.Tensor(%x, %s)",
+        "%d = aten::div.Tensor(%x, 1.4142135623730951) %e = aten::erf(%d) %p = aten::add.Tensor(%e, 1.0) "
+        "%h = aten::mul.Tensor(%x, %p) %y = aten::mul.Tensor(%h, 0.5)",
+        "%m = aten::amax(%x, [-1], True) %d = aten::sub.Tensor(%x, %m) %e = aten::exp(%d) "
+        "%s = aten::sum.dim_IntList(%e, [-1], True) %y = aten::div.Tensor(%e, %s)"})
+    expect_unchanged("raise", x + lines + " output(%y) }", {{"inexact", "true"}});
+}
+
+TEST(Raise, LeavesAttentionAloneWhoseMaskMakesMoreScoresOrHasOneDimension) {
+  for (const char* mask : {"3, 1, 4, 4", "4", "1"}) {
+    expect_unchanged("raise",
+                     "graph { %q: f32[1, 2, 4, 8] = placeholder \"q\" %m: f32[" + std::string(mask) +
+                         R"(] = placeholder "m" %t = aten::transpose.int(%q, -2, -1) %p = aten::matmul(%q, %t)
+    %s = aten::mul.Tensor(%p, 0.5) %z = aten::add.Tensor(%s, %m) %a = aten::softmax.int(%z, -1) %y = aten::matmul(%a, %q)
+    output(%y) })",
+                     {{"inexact", "true"}});
+  }
+}
+
 // Every way to write a norm that Python has, and what is made of it.
 TEST(Raise, FindsNormsInEverySpelling) {
   const std::string x = "graph { %x: f32[2, 3, 8] = placeholder \"x\" %w: f32[8] grad = get_attr \"w\" ";
