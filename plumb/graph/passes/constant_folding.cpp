@@ -68,6 +68,7 @@ class Folder {
 
   bool could_fold(const Node& node) const {
     if (!node.is_call() || node.is_random() || has_hidden_effects(node)) return false;
+    if (node.is_op("aten::requires_grad_")) return false;  // a constant has no gradient
     for (size_t i = 0; i < node.num_inputs(); ++i) {
       const Node* from = node.input(i)->producer();
       if (!candidates_.count(from) && !constant_attributes_.count(from)) return false;

@@ -4,7 +4,8 @@
 // becomes one Constant; so does any memory that is written with constants only, and read only after its last write.
 //
 // The values are those of a run, bit for bit: the nodes are run. Left alone: what is random, uninitialized, written by
-// anything else, returned (the caller might write it), on the meta device, larger than the limit, or of unknown type.
+// anything else, returned (the caller might write it), asked for its gradient, on the meta device, larger than the
+// limit, or of unknown type.
 #pragma once
 
 #include "plumb/graph/graph_module.h"

@@ -108,6 +108,17 @@ TEST(ConstantFolding, LeavesConstantsAloneThatAreWrittenWithOtherThingsReadEarly
 )");
 }
 
+TEST(ConstantFolding, LeavesATensorAloneThatIsAskedForItsGradient) {
+  expect_unchanged("constant_folding", R"(graph {
+  %z: f32[2] = aten::zeros([2])
+  %r: f32[2] grad = aten::requires_grad_(%z)
+  %y: f32[2] grad = aten::mul.Tensor(%r, 2)
+  %s: f32[2] grad = aten::exp(%y)
+  output(%s)
+}
+)");
+}
+
 TEST(ConstantFolding, LeavesLargeUnknownAndMetaTensorsAlone) {
   expect_unchanged("constant_folding", R"(graph {
   %x: f32[4] = placeholder "x"
