@@ -190,6 +190,8 @@ std::vector<Memory> Aliases::read(const Node* node) const {
   return list;
 }
 
+bool may_write(const Node& node) { return node.writes() || is_opaque(node); }
+
 bool has_hidden_effects(const Node& node) {
   if (!node.is_call()) return false;
   const OperatorFacts& facts = operator_facts(node.target());

@@ -67,6 +67,9 @@ class Aliases {
 // communication, an operator without results). Such a node has to stay, and only once.
 bool has_hidden_effects(const Node& node);
 
+// True if running the node may write memory: that of its written inputs, or of any if it runs opaque code.
+bool may_write(const Node& node);
+
 // Appends the values in an argument, those of a list's elements too.
 void collect_values(const Arg& arg, std::vector<Value*>& out);
 

@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/aliases.h"
 
 namespace plumb {
 namespace {
@@ -174,7 +175,7 @@ bool is_private(const Match& match, size_t reach) {
   for (const Node* cast : match.casts) first = cast->is_before(first) ? cast : first;
   for (const Node* node = first; node != match.root; node = node->next()) {
     if (reach-- == 0) return false;
-    if (!inside.count(node) && node->writes()) return false;
+    if (!inside.count(node) && may_write(*node)) return false;
   }
   for (const Value* v : match.root->written_inputs()) {
     if (!inside.count(v->producer()) || v->producer()->result_aliases_input()) return false;

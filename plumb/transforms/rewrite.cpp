@@ -6,6 +6,7 @@
 
 #include "plumb/core/join.h"
 #include "plumb/core/text.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
 
 namespace plumb {
@@ -49,6 +50,18 @@ bool erase_identities(Graph& graph) {
     changed = true;
   }
   return changed;
+}
+
+std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
+  std::unordered_map<const Node*, size_t> writes;
+  size_t count = 0;
+  for (const Node* node : graph.nodes()) {
+    const size_t own = may_write(*node) ? 1 : 0;
+    count += own;
+    writes[node] = count;
+    count += own;
+  }
+  return writes;
 }
 
 std::string other_names(const std::vector<std::string>& names) {

@@ -26,6 +26,9 @@ void replace_and_name(Graph& graph, Node* node, Node* made);
 // have one. What reads their results reads that input: one tensor is one value again. Returns whether there were any.
 bool erase_identities(Graph& graph);
 
+// Returns for each node the number of writes before it: nothing is written between two nodes of one number.
+std::unordered_map<const Node*, size_t> count_writes(const Graph& graph);
+
 // For reports: "also named b, c" of one tensor's names a, b, c; "" if it has just one.
 std::string other_names(const std::vector<std::string>& names);
 

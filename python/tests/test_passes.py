@@ -104,3 +104,40 @@ def test_parameters_that_a_pass_has_made_anew_are_parameters_in_python_too(name)
     assert run_passes(graph, name)[0].changed
     assert all(isinstance(parameter, nn.Parameter) for parameter in graph.parameters())
     assert torch.equal(copy.deepcopy(graph)(x, targets), graph(x, targets))
+
+
+class WritesItsSecondInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        with torch.no_grad():
+            y.mul_(2)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3, None
+
+
+class PastAFunction(nn.Module):
+    """Each result is computed from a value before and after a custom function writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        chain = (a := x.detach() + 1) * 2
+        product = nn.functional.linear(b := x.detach() + 2, self.weight)
+        gate = (c := x.detach() + 3).sigmoid()
+        written = sum(WritesItsSecondInput.apply(x, value) for value in (a, b, c))
+        return chain.tanh() + 1.5 - 3, product + self.bias, c * gate, b @ self.weight, written
+
+
+@pytest.mark.parametrize("name", ["fuse_patterns,inexact=true", "optimise,min_elements=0", "simulate_format,fwd=E8M23-RN,bwd=none"])
+def test_no_pass_moves_an_operator_past_a_custom_function_that_writes_its_input(name):
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 4, requires_grad=True), PastAFunction()
+    graph = plumb.capture(model, x)
+    run_passes(graph, name)
+    for result, expected in zip(graph(x), model(x)):
+        torch.testing.assert_close(result, expected)

@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/text.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/graph/passes/functionalise.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
@@ -76,7 +77,7 @@ class Simulator {
     data_.insert(taken_apart_.begin(), taken_apart_.end());
     for (Node* node : graph_.nodes()) {
       if (!node->is_call()) continue;
-      if (node->writes()) last_write_ = node;
+      if (may_write(*node)) last_write_ = node;
       if (auto why = hidden_product(node); why && data_.count(node)) {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;

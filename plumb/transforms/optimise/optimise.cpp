@@ -23,19 +23,6 @@ constexpr size_t kOrderedUses = 2;  // the sum of two gradients has no order
 constexpr int kMany = 6;            // operators whose calls cost more than one call of a chain
 constexpr int kWorthwhile = 3;      // passes that pay for what is computed again
 
-// For each node the number of writes before it: nothing is written between two nodes of one number.
-std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
-  std::unordered_map<const Node*, size_t> writes;
-  size_t count = 0;
-  for (const Node* node : graph.nodes()) {
-    const bool writes_memory = node->is_call() && node->writes();
-    count += writes_memory ? 1 : 0;
-    writes[node] = count;
-    count += writes_memory ? 1 : 0;
-  }
-  return writes;
-}
-
 class Optimiser {
  public:
   Optimiser(GraphModule& module, const OptimiseOptions& options, Report& report)
