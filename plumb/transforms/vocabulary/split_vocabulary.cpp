@@ -27,7 +27,7 @@ struct Head {
   Node* weight = nullptr;        // get_attr, (words, width)
   Node* bias = nullptr;          // get_attr, or null
   std::vector<Node*> of_weight;  // a transposition between the weight and the product
-  int64_t words = 0, width = 0;
+  int64_t words = 0;
 };
 
 Node* attribute(const Arg& arg) {
@@ -77,14 +77,18 @@ std::string find_head(Node* loss, Head& head) {
   if (!logit_meta || logit_meta->sizes.size() != 2 || !logit_meta->symbols.empty())
     return "the sizes of its logits are not known";
   if (!target_meta || target_meta->is_floating_point()) return "its targets are probabilities";
+  if (target_meta->dtype != at::kLong) return "its targets are not int64";
   if (logit_meta->dtype != at::kFloat && logit_meta->dtype != at::kDouble)
     return "its logits are not float32 or float64";
+  // The parts compute their products in the place of the loss.
+  if (node->meta().grad_enabled != loss->meta().grad_enabled) return "its product is made in another grad mode";
   return "";
 }
 
 class Divider {
  public:
-  Divider(GraphModule& module, int parts, Report& report) : module_(module), parts_(parts), report_(report) {}
+  Divider(GraphModule& module, int64_t parts, Report& report)
+      : module_(module), parts_(parts), report_(report), writes_(count_writes(module.graph())) {}
 
   bool run() {
     bool changed = false;
@@ -92,6 +96,8 @@ class Divider {
       if (!node->is_op("aten::cross_entropy_loss")) continue;
       Head head;
       std::string reason = find_head(node, head);
+      if (reason.empty() && writes_.at(head.product) != writes_.at(node))
+        reason = "memory is written between the product and the loss";
       if (reason.empty()) reason = check_state(head);
       if (!reason.empty()) {
         report_.add(ReportKind::LeftAlone, node, "aten::cross_entropy_loss", "", reason);
@@ -114,10 +120,14 @@ class Divider {
              }) == 1;
     };
     const at::Tensor& weight = module_.state().get(head.weight->target()).tensor;
+    const int64_t classes = head.loss->arg("self").value()->meta()->sizes[1];
+    if (weight.dim() != 2 || weight.size(0) != classes) return "its classes are not the rows of the weight";
+    if (head.bias && module_.state().get(head.bias->target()).tensor.sizes() != at::IntArrayRef{classes})
+      return "its bias has another size than its classes";
     const bool turned_alone = head.of_weight.empty() || head.of_weight[0]->result()->uses().size() == 1;
     if (!own(head.weight, 1) || !turned_alone) return "its weight has other users (a tied embedding?)";
     if (head.bias != nullptr && !own(head.bias, 1)) return "its bias has other users";
-    head.words = weight.size(0), head.width = weight.size(1);
+    head.words = classes;
     return head.words < parts_ ? str("it has ", head.words, " words for ", parts_, " parts") : "";
   }
 
@@ -151,7 +161,7 @@ class Divider {
   }
 
   // Returns the part's two numbers a row.
-  std::pair<Value*, Value*> make_part(Value* targets, int part) {
+  std::pair<Value*, Value*> make_part(Value* targets, int64_t part) {
     const Head& head = *head_;
     const int64_t begin = head.words * part / parts_, end = head.words * (part + 1) / parts_, words = end - begin;
     Value* weight = part_of(head.weight, begin, end);
@@ -181,7 +191,7 @@ class Divider {
     Value* targets = head.loss->arg("target").value();
     Arg::List sums;
     Value* target_logit = nullptr;
-    for (int part = 0; part < parts_; ++part) {
+    for (int64_t part = 0; part < parts_; ++part) {
       const auto [sum, logit] = make_part(targets, part);
       sums.emplace_back(call("aten::unsqueeze", {sum, int64_t{0}}, {1, rows_}, dtype_, true));
       target_logit = part == 0 ? logit : call("aten::add.Tensor", {target_logit, logit}, {rows_}, dtype_, true);
@@ -228,14 +238,15 @@ class Divider {
   }
 
   GraphModule& module_;
-  const int parts_;
+  const int64_t parts_;
   Report& report_;
+  const std::unordered_map<const Node*, size_t> writes_;
   Head* head_ = nullptr;
   int64_t rows_ = 0;
   at::ScalarType dtype_ = at::kFloat;
 };
 
-bool split(GraphModule& module, int parts, Report& report) {
+bool split(GraphModule& module, int64_t parts, Report& report) {
   if (parts < 2) {
     throw Error(ErrorKind::InvalidArgument, str("a vocabulary cannot be divided in ", parts, " parts"), "",
                 "as many parts as ranks, 2 at least");
@@ -248,7 +259,7 @@ const RegisterTransform split_vocabulary_pass{
     "Divides a head and its cross entropy by words, so that a pipeline can spread them over its ranks.",
     {{"parts", "2", "how many; as many as ranks"}},
     [](GraphModule& module, const PassOptions& given, Report& report) {
-      return split(module, static_cast<int>(number_option(given, "parts", 2)), report);
+      return split(module, number_option(given, "parts", 2), report);
     },
 };
 

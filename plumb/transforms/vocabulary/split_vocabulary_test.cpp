@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
 #include "tests/gpt_graph.h"
 #include "tests/message_of.h"
 
@@ -97,7 +98,21 @@ TEST(SplitVocabulary, LeavesAloneWhatItCannotDivideAndSaysWhy) {
   EXPECT_THAT(reason(head("%flat, %targets)", "%flat, %targets, None, 1, -100, 0.1)")),
               HasSubstr("smooths its labels"));
   EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::relu(%h)")), HasSubstr("not from a linear layer"));
+  EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::linear(%h, %w, %b)\n%n = aten::zero_(%h)")),
+              HasSubstr("memory is written between"));
+  EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::linear(%h, %w, %b) no_grad")),
+              HasSubstr("another grad mode"));
+  EXPECT_THAT(reason(head("%flat: f32[6, 11] = aten::view(%logits, [-1, 11])",
+                          "%flat: f32[11, 6] = aten::view(%logits, [11, 6])")),
+              HasSubstr("its classes are not the rows of the weight"));
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{1}, {6, 11}, {}}) {
+    const auto broadcast = head();
+    broadcast->state().set("head.bias", at::ones(sizes).requires_grad_());
+    EXPECT_THAT(reason(broadcast), HasSubstr("its bias has another size"));
+  }
   EXPECT_THAT(message_of([] { split_vocabulary(head(), 1); }), HasSubstr("1 parts"));
+  EXPECT_THAT(reason(head("%targets: i64[6]", "%targets: u8[6]")), HasSubstr("its targets are not int64"));
+  EXPECT_FALSE(run_pass(find_pass("split_vocabulary"), *head(), {{"parts", "4294967298"}}));  // 2 in 32 bits
 }
 
 }  // namespace
