@@ -160,7 +160,7 @@ T parsed(const PassOptions& options, std::string_view name, T fallback, T least,
   T v = 0;
   const char* end = it->second.data() + it->second.size();
   auto [stop, error] = std::from_chars(it->second.data(), end, v);
-  if (error != std::errc() || stop != end || v < least)
+  if (error != std::errc() || stop != end || !(v >= least) || v > std::numeric_limits<T>::max())
     throw Error(ErrorKind::InvalidArgument, "option " + it->first + " is " + what + ", got '" + it->second + "'");
   return v;
 }
@@ -172,7 +172,7 @@ int64_t number_option(const PassOptions& options, std::string_view name, int64_t
 }
 
 double real_option(const PassOptions& options, std::string_view name, double fallback) {
-  return parsed(options, name, fallback, std::numeric_limits<double>::lowest(), "a number");
+  return parsed(options, name, fallback, std::numeric_limits<double>::lowest(), "a finite number");
 }
 
 bool is_used(const Node& node) {

@@ -35,7 +35,17 @@ def test_passes_run_in_order_and_say_what_they_did(tmp_path):
     assert (tmp_path / "steps" / "03-dead_code.txt").read_text() == graph.graph.to_string()
 
 
-@pytest.mark.parametrize("wrong, says", [("no_such", "one of: "), ("dead_code,a=1", "no option 'a'"), ("optimise,fuse", "fuse")])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ("no_such", "one of: "),
+        ("dead_code,a=1", "no option 'a'"),
+        ("optimise,fuse", "fuse"),
+        ("unit_scale,residual_mult=nan,tau_rule=depth", "residual_mult is a finite number, got 'nan'"),
+        ("unit_scale,tau_mlp=inf", "tau_mlp is a finite number"),
+        ("simulate_format,srbits=4294967296", "srbits is 2147483647 for a format"),  # 0 in 32 bits
+    ],
+)
 def test_unknown_passes_and_options_are_refused(wrong, says):
     graph = plumb.capture(nn.Linear(4, 4), torch.randn(2, 4))
     before = str(graph.graph)

@@ -252,7 +252,8 @@ bool run_from_table(GraphModule& module, const PassOptions& given, Report& repor
     if (name == "operators") options.operators = split_names(value);
     if (name == "exclude") options.exclude = split_names(value);
   }
-  options.srbits = static_cast<int>(number_option(given, "srbits", options.srbits));
+  // No format takes the largest int, which the numbers beyond are, too.
+  options.srbits = static_cast<int>(std::min<int64_t>(number_option(given, "srbits", options.srbits), INT32_MAX));
   const auto recipe = given.find("recipe");
   if (recipe != given.end() && given.size() > 1) {
     throw Error(ErrorKind::InvalidArgument,
