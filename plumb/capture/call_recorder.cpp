@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <sstream>
 #include <typeinfo>
@@ -10,9 +11,13 @@
 namespace plumb {
 namespace {
 
+// Returns the node that made the tensor. t.grad_fn() would make it anew for a view whose memory was written since, which
+// torch refuses for one that was made without gradients.
+torch::autograd::Node* node_of(const at::Tensor& t) { return torch::autograd::impl::grad_fn_unsafe(t); }
+
 bool is_custom_function(const at::Tensor& t, std::string& name) {
-  if (!t.grad_fn()) return false;
-  const auto& node = *t.grad_fn();
+  if (!node_of(t)) return false;
+  const auto& node = *node_of(t);
   const std::string_view type = typeid(node).name();
   if (type.find("PyNode") == std::string_view::npos && type.find("CppNode") == std::string_view::npos) return false;
   name = node.name();
@@ -87,7 +92,7 @@ int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
   }
   const ValueTable::Found found = values.find(t);
   std::string function;
-  if (is_custom_function(t, function) && (found.value < 0 || values[found.value].grad_fn != t.grad_fn().get())) {
+  if (is_custom_function(t, function) && (found.value < 0 || values[found.value].grad_fn != node_of(t))) {
     refuse(
         "the result of the custom autograd function " + function + " reaches " + reader +
             ": its own backward would be lost",
@@ -95,8 +100,8 @@ int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
         "as one node), or write it with torch operators");
   }
   if (found.value >= 0) return known_as(found, t, reader);
-  if (t.grad_fn()) {
-    refuse(reader + " uses a tensor of unknown origin that carries a gradient (" + t.grad_fn()->name() +
+  if (const auto* node = node_of(t)) {
+    refuse(reader + " uses a tensor of unknown origin that carries a gradient (" + node->name() +
                "): it was made before the capture, in another thread, or by code that torch's dispatcher does not see",
            "compute it inside the forward, on the thread that called it (and torch.func.grad by torch.autograd.grad)");
   }
@@ -268,7 +273,7 @@ int ValueTable::add(const at::Tensor& tensor, RecordedValue::Origin origin) {
   if (tensor.defined()) {
     value.meta = TensorMeta::of(tensor);
     value.requires_grad = tensor.requires_grad();
-    value.grad_fn = tensor.grad_fn().get();
+    value.grad_fn = node_of(tensor);
   }
   values_.push_back(std::move(value));
   return static_cast<int>(values_.size()) - 1;

@@ -210,3 +210,18 @@ def test_a_backward_that_leaves_gradients_in_parameters_is_refused_by_name():
         assert model.layer.weight.grad is before and (before is None or torch.equal(before, torch.ones(4, 4)))
     model = Net(asks)
     assert torch.equal(plumb.capture(model, x)(x), model(x))
+
+
+def test_an_input_is_written_without_gradients_through_a_view():
+    def f(m, x):
+        with torch.no_grad():
+            x[0] = 1
+            rows = x[1:]
+            rows.sub_(1)
+            rows.mul_(2)
+        return m.layer(x)
+
+    x, model = torch.randn(3, 4), Net(f)
+    graph = plumb.capture(model, x)
+    given, expected = x.clone(), x.clone()
+    assert torch.equal(graph(given), model(expected)) and torch.equal(given, expected)
