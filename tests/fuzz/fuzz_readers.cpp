@@ -14,6 +14,7 @@
 #include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/exported/zip_file.h"
 #include "plumb/graph/graph_module.h"
+#include "plumb/graph/pass.h"
 #include "plumb/graph/tree_spec.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/split.h"
@@ -153,6 +154,75 @@ void read_graph(const std::string& text, const std::string&) {
   const std::string printed = to_string(graph);
   require(to_string(parse_graph(printed)) == printed, "the text does not round-trip");
 }
+
+// Returns a state with a small tensor for every get_attr.
+State small_state(const Graph& graph) {
+  State state;
+  for (const Node* node : graph.attributes()) {
+    if (state.contains(node->target())) continue;
+    const auto& meta = node->result()->meta();
+    bool small = meta && meta->sizes.size() <= 4 && meta->is_floating_point();
+    for (size_t i = 0; small && i < meta->sizes.size(); ++i) small = meta->sizes[i] >= 0 && meta->sizes[i] <= 16;
+    const bool constant = node->target().starts_with("constant");
+    at::Tensor tensor = at::ones(small ? meta->sizes : std::vector<int64_t>{4, 4});
+    if (!constant) tensor.requires_grad_();
+    state.add({node->target(), constant ? AttrKind::Constant : AttrKind::Parameter, tensor});
+  }
+  return state;
+}
+
+// Every pass ends in an Error or in a graph without faults.
+void run_passes_on(const std::string& text, const std::string&) {
+  const Graph graph = parse_graph(text);
+  const size_t inputs = graph.placeholders().size();
+  const size_t outputs = graph.output_node() ? graph.output_node()->args().size() : 0;
+  for (const Pass* pass : all_passes()) {
+    GraphModule module(graph.clone(), small_state(graph), TreeSpec::positional_inputs(inputs),
+                       TreeSpec::tuple(std::vector<TreeSpec>(outputs, TreeSpec::leaf())));
+    try {
+      run_pass(*pass, module, {}, nullptr, true);
+    } catch (const Error& e) {
+      require(e.kind() != ErrorKind::Internal, e.what());
+    }
+  }
+}
+
+// A graph with something for every pass.
+const char* const kPassText = R"(graph {
+  %x: f32[2, 3, 8] grad = placeholder "x"
+  %targets: i64[6] = placeholder "targets"
+  %w: f32[8, 8] grad = get_attr "w"
+  %b: f32[8] grad = get_attr "b"
+  %c: f32[4, 4] = get_attr "constant_0"
+  %t: f32[8, 8]{1, 8} grad = aten::t(%w)
+  %l: f32[2, 3, 8] grad = aten::matmul(%x, %t)
+  %a: f32[2, 3, 8] grad = aten::add.Tensor(%l, %b)
+  %n: f32[2, 3, 8] grad = aten::mul.Tensor(%a, 2.0)
+  %s: f32[2, 8]{24, 1} grad = aten::select.int(%n, 1, 0)
+  %r: f32[2, 8]{24, 1} grad = aten::mul_.Tensor(%s, 0.5)
+  %q: f32[2, 3, 8] grad = aten::pow.Tensor_Scalar(%n, 2)
+  %v: f32[2, 3, 1] grad = aten::mean.dim(%q, [-1], True)
+  %e: f32[2, 3, 1] grad = aten::add.Tensor(%v, 1e-05)
+  %i: f32[2, 3, 1] grad = aten::rsqrt(%e)
+  %m: f32[2, 3, 8] grad = aten::mul.Tensor(%n, %i)
+  %g: f32[2, 3, 8] grad = aten::sigmoid(%m)
+  %u: f32[2, 3, 8] grad = aten::mul.Tensor(%m, %g)
+  %k: f32[2, 8, 3]{24, 1, 8} grad = aten::transpose.int(%u, -2, -1)
+  %p: f32[2, 3, 3] grad = aten::matmul(%u, %k)
+  %d: f32[2, 3, 3] grad = aten::div.Tensor(%p, 2.0)
+  %z: f32[2, 3, 3] grad = aten::add.Tensor(%d, %d)
+  %f: f32[2, 3, 3] grad = aten::softmax.int(%z, -1)
+  %o: f32[2, 3, 8] grad = aten::matmul(%f, %u)
+  [%c0: f32[2, 4], %c1: f32[2, 4]] = aten::split.Tensor(%c, 2)
+  %k0: f32[4] = aten::arange(4)
+  %k1: f32[2, 4] = aten::mul.Tensor(%c0, %k0)
+  %y: f32[2, 3, 8] grad = aten::linear(%o, %w, %b)
+  %j: f32[6, 8] grad = aten::view(%y, [-1, 8])
+  %loss: f32[] grad = aten::cross_entropy_loss(%j, %targets)
+  %h: f32[2, 3, 8] grad = aten::dropout(%o, 0.5, True)
+  output(%loss, %h, %k1)
+}
+)";
 
 void read_pt2(const std::string&, const std::string& file) {
   ExportedProgram program = load_pt2(file);
@@ -371,6 +441,7 @@ std::vector<Reader> all_readers() {
   return {
       {"pt2", {}, read_pt2, broken_archive, ".pt2"},
       {"graph_text", {to_string(pipe->merge()->graph())}, read_graph, broken_text},
+      {"graph_passes", {kPassText, to_string(pipe->merge()->graph())}, run_passes_on, broken_text},
       {"stage_bytes", {serialize_stage(*pipe, 0), serialize_stage(*pipe, 1)}, read_stage, broken_stage},
       {"tree", {pipe->in_spec().to_json(), pipe->out_spec().to_json()}, read_tree, broken_json},
       {"sizes", {}, read_sizes, broken_text},
