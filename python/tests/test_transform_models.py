@@ -72,6 +72,22 @@ def test_a_straight_through_estimator_keeps_its_value():
         assert torch.allclose(values, values.round(), atol=1e-6)
 
 
+def test_probabilities_that_one_minus_or_a_draw_reads_stay_probabilities():
+    class Focal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x, y):
+            p = self.layer(x).softmax(-1)
+            return -((1 - p.gather(1, y)) ** 1.5 * p.gather(1, y).log()).mean(), torch.bernoulli(p)
+
+    torch.manual_seed(0)
+    loss, drawn = unit_scale(Focal())(torch.randn(16, 8), torch.randint(4, (16, 1)))
+    loss.backward()
+    assert loss.isfinite() and set(drawn.flatten().tolist()) <= {0.0, 1.0}
+
+
 def test_residual_layers_behind_a_sum_of_embeddings_are_found():
     class Model(nn.Module):
         def __init__(self):

@@ -60,6 +60,7 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
 TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
   const std::string graph = R"(graph {
       %x: f32[4, 8] = placeholder "x"
+      %i: i64[4, 1] = placeholder "i"
       %p = aten::sigmoid(%x)
       %v = aten::view(%p, [8, 4])
       %b = aten::bernoulli(%v)
@@ -69,7 +70,10 @@ TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
       %t = aten::tanh(%s)
       %m = aten::mul.Scalar(%t, 0.9)
       %a = aten::atanh(%m)
-      output(%b, %o, %a)
+      %q = aten::softmax.int(%x, 1)
+      %k = aten::gather(%q, 1, %i)
+      %r = aten::rsub.Scalar(%k, 1)
+      output(%b, %o, %a, %r)
     })";
   Report report("unit_scale");
   const std::string scaled = after_scaling(graph, {}, {}, &report);
@@ -77,6 +81,7 @@ TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
   EXPECT_THAT(scaled, HasSubstr("%g = aten::sigmoid(%x)"));
   EXPECT_THAT(scaled, HasSubstr("%s = plumb::sigmoid(%x"));
   EXPECT_THAT(scaled, HasSubstr("%t = aten::tanh(%s)"));
+  EXPECT_THAT(scaled, HasSubstr("%q = aten::softmax.int(%x, 1)"));
   EXPECT_THAT(report.to_text(), HasSubstr("aten::bernoulli reads it by its range"));
 }
 
