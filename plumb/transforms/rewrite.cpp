@@ -188,7 +188,7 @@ std::unordered_map<const Node*, std::string> computed_from_parameters(const Grap
     }
     if (node->kind() == NodeKind::GetAttr) {
       const Attr* attr = state.find(node->target());
-      if (attr && attr->kind != AttrKind::Constant && may_be_float(node->result(), state))
+      if (attr && attr->kind != AttrKind::Constant && may_have_gradient(node->result(), state))
         tensor_of.emplace(node, node->target());
       continue;
     }

@@ -72,6 +72,15 @@ def test_a_straight_through_estimator_keeps_its_value():
         assert torch.allclose(values, values.round(), atol=1e-6)
 
 
+def test_a_complex_layer_computes_what_it_did_and_is_named():
+    model = nn.Linear(4, 4, dtype=torch.complex64)
+    scaled = unit_scale(model)
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    assert torch.equal(scaled(x), model(x))
+    left = {e["node"] for e in report(scaled)[0]["entries"] if e["kind"] == "left_alone"}
+    assert {"weight", "bias"} <= left
+
+
 def test_probabilities_that_one_minus_or_a_draw_reads_stay_probabilities():
     class Focal(nn.Module):
         def __init__(self):

@@ -241,7 +241,8 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
   std::map<std::string, Candidate> candidates;
   std::unordered_map<std::string, std::string> name_of;
   for (const Attr& attr : state) {
-    if (attr.kind == AttrKind::Constant || !attr.tensor.defined() || !attr.tensor.is_floating_point()) continue;
+    if (attr.kind == AttrKind::Constant || !attr.tensor.defined()) continue;
+    if (!attr.tensor.is_floating_point() && !attr.tensor.is_complex()) continue;
     auto [it, fresh] = first_name.try_emplace(attr.tensor.unsafeGetTensorImpl(), attr.name);
     candidates[it->second].names.push_back(attr.name);
     name_of[attr.name] = it->second;

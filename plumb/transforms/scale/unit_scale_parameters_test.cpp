@@ -176,6 +176,24 @@ TEST(UnitScale, LeavesAConstantWeightAlone) {
   }
 }
 
+TEST(UnitScale, NamesAComplexParameterAndLeavesWhatItMakesAlone) {
+  State state;
+  parameter(state, "c", at::randn({8, 8}, at::kComplexFloat));
+  auto scaled = unit_scale(module_of(R"(graph {
+    %x: f32[4, 8] = placeholder "x"
+    %c: c64[8, 8] grad = get_attr "c"
+    %w: f32[8, 8] grad = aten::real(%c)
+    %y: f32[4, 8] grad = aten::linear(%x, %w)
+    output(%y)
+  })",
+                                     state));
+  const Report& report = scaled->reports.back();
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "y")->reason,
+            "its weight is computed from c, whose scale is not its own");
+  ASSERT_TRUE(report.find(ReportKind::LeftAlone, "c"));
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "c")->reason, HasSubstr("used by node %w (aten::real)"));
+}
+
 TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
   at::manual_seed(1);
   auto module = gpt();
