@@ -83,6 +83,18 @@ TEST_F(Modules, UntaggedParametersAreRefusedByNameUnlessAllowed) {
   EXPECT_EQ(optim::Adam(named, torch::optim::AdamOptions(0.1), allow).param_groups().size(), 2);
 }
 
+TEST_F(Modules, AComplexParameterIsRefusedByAdamAndSteppedBySgd) {
+  const optim::NamedParameters named = {{"filter", at::zeros({2}, at::kComplexFloat)}};
+  const optim::ScaledOptions allow{.allow_non_unit_scaling_params = true};
+  try {
+    optim::AdamW refused(named, torch::optim::AdamWOptions(0.1), allow);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("Parameter filter is complex"));
+  }
+  EXPECT_EQ(optim::SGD(named, torch::optim::SGDOptions(0.1), std::nullopt, allow).param_groups().size(), 1);
+}
+
 TEST_F(Modules, SizesThatNoLayerHasAreNamed) {
   const auto refused = [](const auto& make) -> std::string {
     try {

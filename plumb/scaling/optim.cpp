@@ -75,4 +75,13 @@ NamedParameters with_names(const std::vector<at::Tensor>& parameters) {
   return named;
 }
 
+const NamedParameters& none_complex(const NamedParameters& parameters) {
+  for (const auto& [name, parameter] : parameters) {
+    if (!parameter.is_complex()) continue;
+    throw Error(ErrorKind::Unsupported, "Parameter " + name + " is complex, which LibTorch's Adam is not made for.", "",
+                "a real parameter of its two parts and at::view_as_complex in the forward, or SGD");
+  }
+  return parameters;
+}
+
 }  // namespace plumb::optim

@@ -43,6 +43,9 @@ Rates scaled_rates(const at::Tensor& parameter, const std::string& name, const L
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 NamedParameters with_names(const std::vector<at::Tensor>& parameters);
+// Returns the parameters. Throws Error(Unsupported) for a complex one: LibTorch's Adam squares its gradient as it is,
+// where Python's steps its real and imaginary parts.
+const NamedParameters& none_complex(const NamedParameters& parameters);
 
 // One parameter group for each parameter, with its own rates. A tensor under several names is one parameter:
 // parameters() of torch::nn::Module lists a tied tensor once for each. OptimizerOptions: torch::optim::AdamOptions and
@@ -79,7 +82,7 @@ class ScaledAdam : public ScaledOptimizer<Base, OptimizerOptions> {
  public:
   explicit ScaledAdam(const NamedParameters& parameters, const OptimizerOptions& defaults = {},
                       const ScaledOptions& options = {})
-      : ScaledOptimizer<Base, OptimizerOptions>(parameters, lr_scale_func_adam, defaults, options) {}
+      : ScaledOptimizer<Base, OptimizerOptions>(none_complex(parameters), lr_scale_func_adam, defaults, options) {}
   explicit ScaledAdam(const std::vector<at::Tensor>& parameters, const OptimizerOptions& defaults = {},
                       const ScaledOptions& options = {})
       : ScaledAdam(with_names(parameters), defaults, options) {}
