@@ -127,6 +127,38 @@ def test_a_captured_graph_is_trained_in_place(folder):
     assert events.losses == trained(folder)[0].losses
 
 
+class Filter(nn.Module):
+    """Multiplies spectra by a complex parameter, or by two real ones."""
+
+    def __init__(self, is_complex):
+        super().__init__()
+        parts = torch.randn(9, 2)
+        self.filter = nn.Parameter(torch.view_as_complex(parts) if is_complex else parts)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        filter = self.filter if self.filter.is_complex() else torch.view_as_complex(self.filter)
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * filter, n=16)).square().mean()
+
+
+@pytest.mark.parametrize("options", [dict(optimizer="adamw"), dict(optimizer="adam"), dict(optimizer="sgd", momentum=0.9)], ids=str)
+def test_a_complex_parameter_is_stepped_as_its_two_real_parts(tmp_path, options):
+    def run(is_complex, steps=6):
+        torch.manual_seed(0)
+        net, events = Filter(is_complex), Events()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+        folder = tmp_path / f"{is_complex}"
+        plumb.Trainer(
+            plumb.capture(net, x), [x], loss="output", steps=steps, lr=0.05, clip=0.01, microbatches=1, hooks=events, threads=1,
+            checkpoints=folder, checkpoint_every=3, resume=steps > 3, **options,
+        ).run()  # fmt: skip
+        return net, events.losses
+
+    (ours, losses), (theirs, expected) = (run(is_complex, 3) and run(is_complex) for is_complex in (True, False))
+    assert losses == expected and len(losses) == 3, "from the checkpoint on"
+    assert torch.equal(torch.view_as_real(ours.filter), theirs.filter) and torch.equal(ours.head.weight, theirs.head.weight)
+
+
 class Counted:
     """Batches with a state."""
 

@@ -84,6 +84,7 @@ int64_t of_rank_0(const ProcessGroup& group, int64_t number) {
 }
 
 double sum_of_squares(const at::Tensor& tensor) {
+  if (tensor.is_complex()) return sum_of_squares(at::view_as_real(tensor.detach().resolve_conj()));
   if (!tensor.is_cpu()) return tensor.detach().to(at::kDouble).square().sum().item<double>();
   at::Tensor flat = tensor.detach().contiguous().reshape({-1});
   if (flat.scalar_type() == at::kDouble) return sum_blocks<double>(flat);

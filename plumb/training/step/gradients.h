@@ -26,7 +26,8 @@ void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, st
 // Returns rank 0's number, on all ranks. All ranks call it.
 int64_t of_rank_0(const ProcessGroup& group, int64_t number);
 
-// Returns the sum of the squares in double, in an order that depends on the number of elements alone (not on threads).
+// Returns the sum of the squares in double, in an order that depends on the number of elements alone (not on threads);
+// of a complex tensor that of its real and imaginary parts.
 double sum_of_squares(const at::Tensor& tensor);
 
 // Scales gradients by max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_ does. Returns the

@@ -1,5 +1,7 @@
 #include "plumb/training/step/optimizer.h"
 
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -70,6 +72,10 @@ Options adam_options(const TrainOptions& o) {
   return Options(o.lr).betas({o.beta1, o.beta2}).eps(o.eps);
 }
 
+at::Tensor as_real(const at::Tensor& x) {
+  return x.defined() && x.is_complex() ? at::view_as_real(x.detach().resolve_conj()) : x;
+}
+
 std::vector<ParameterGroup> parse_groups(const TrainOptions& o) {
   std::vector<ParameterGroup> groups;
   for (const std::string& text : o.groups) groups.push_back(parse_group(text));
@@ -129,26 +135,36 @@ Optimizer::Optimizer(const TrainOptions& o, bool tagged, NamedTensors parameters
   for (const auto& [name, parameter] : parameters_) {
     rates.push_back(rates_of(o, groups, tagged, name, parameter));
     peaks_.push_back(rates.back().lr);
+    stepped_.emplace_back(name, parameter.is_complex() ? as_real(parameter).requires_grad_() : parameter);
   }
   if (parameters_.empty()) return;
   using namespace torch::optim;
   if (o.optimizer == "sgd") {
-    optimizer_ = make<SGD>(parameters_, rates, SGDOptions(o.lr).momentum(o.momentum).nesterov(o.nesterov));
+    optimizer_ = make<SGD>(stepped_, rates, SGDOptions(o.lr).momentum(o.momentum).nesterov(o.nesterov));
   } else if (o.optimizer == "adam") {
-    optimizer_ = make<Adam>(parameters_, rates, adam_options<AdamOptions>(o));
+    optimizer_ = make<Adam>(stepped_, rates, adam_options<AdamOptions>(o));
   } else {
-    optimizer_ = make<AdamW>(parameters_, rates, adam_options<AdamWOptions>(o));
+    optimizer_ = make<AdamW>(stepped_, rates, adam_options<AdamWOptions>(o));
   }
 }
 
 NamedTensors Optimizer::state(const std::function<bool(const std::string& name)>& of) const {
-  NamedTensors wanted = parameters_;
-  if (of) std::erase_if(wanted, [&](const auto& parameter) { return !of(parameter.first); });
-  return optimizer_ ? optimizer_state(*optimizer_, wanted) : NamedTensors();
+  if (!optimizer_) return {};
+  NamedTensors all;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& [name, parameter] = parameters_[i];
+    if (of && !of(name)) continue;
+    for (auto& [key, tensor] : optimizer_state(*optimizer_, {stepped_[i]})) {
+      const bool part = parameter.is_complex() && tensor.sizes() == stepped_[i].second.sizes();
+      all.emplace_back(key, part ? at::view_as_complex(tensor) : tensor);
+    }
+  }
+  return all;
 }
 
 void Optimizer::load_state(const std::string& place, const ReadState& read) {
-  if (optimizer_) load_optimizer_state(*optimizer_, parameters_, place, read);
+  if (!optimizer_) return;
+  load_optimizer_state(*optimizer_, stepped_, place, [&](const std::string& key) { return as_real(read(key)); });
 }
 
 void Optimizer::set_rate(double share) {
@@ -156,7 +172,11 @@ void Optimizer::set_rate(double share) {
 }
 
 void Optimizer::step() {
-  if (optimizer_) optimizer_->step();
+  if (!optimizer_) return;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].second.is_complex()) stepped_[i].second.mutable_grad() = as_real(parameters_[i].second.grad());
+  }
+  optimizer_->step();
 }
 
 double rate_share(const TrainOptions& o, int64_t step) {

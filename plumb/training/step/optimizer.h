@@ -28,7 +28,8 @@ std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options
                                                      const std::vector<std::string>& names);
 
 // torch's AdamW, Adam or SGD. `tagged`: some parameter of the model has a tag (graph/parameter_tag.h); then tagged ones
-// get u-muP's learning rates, and weight decay does not depend on the learning rate.
+// get u-muP's learning rates, and weight decay does not depend on the learning rate. A complex parameter is stepped as
+// its real and imaginary parts, as Python's optimizers do; LibTorch's Adam would square its gradient as it is.
 class Optimizer {
  public:
   // `parameters`: this rank's. With none, every call does nothing.
@@ -44,6 +45,7 @@ class Optimizer {
 
  private:
   NamedTensors parameters_;
+  NamedTensors stepped_;  // what the optimizer holds: the parameters, complex ones as real tensors on their memory
   std::vector<double> peaks_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
