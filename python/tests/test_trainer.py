@@ -159,6 +159,18 @@ def test_a_complex_parameter_is_stepped_as_its_two_real_parts(tmp_path, options)
     assert torch.equal(torch.view_as_real(ours.filter), theirs.filter) and torch.equal(ours.head.weight, theirs.head.weight)
 
 
+def test_sparse_gradients_of_embeddings_train_as_dense_ones_do():
+    def run(sparse):
+        torch.manual_seed(0)
+        net, events, ids = nn.Sequential(nn.Embedding(50, 8, sparse=sparse), nn.Linear(8, 4)), Events(), torch.arange(12).view(4, 3)
+        options = dict(loss="cross_entropy", steps=3, lr=0.05, clip=0.1, microbatches=1, accumulate=2, threads=1)
+        plumb.Trainer(plumb.capture(net, ids[:2]), [(ids, ids % 4)], hooks=events, **options).run()
+        return events.losses, net[0].weight
+
+    (losses, weight), (expected, dense) = run(True), run(False)
+    assert losses == expected and torch.equal(weight, dense)
+
+
 class Counted:
     """Batches with a state."""
 

@@ -94,6 +94,10 @@ void TrainStep::run_pass(int64_t step, const Parts& parts, int64_t pass, Numbers
   pipeline_->set_step(step - 1, part(parts.first_rows, mine, of_pipeline + 1));
   pipeline_->step_microbatches(part(parts.inputs, mine, of_pipeline), part(parts.targets, mine, of_pipeline),
                                part(parts.counts, mine, of_pipeline), static_cast<int64_t>(counting));
+  // Norms and torch's optimizers take no sparse gradients, as nn.Embedding(sparse=True) has them.
+  for (const auto& [name, tensor] : parameters_) {
+    if (at::Tensor& grad = tensor.mutable_grad(); grad.defined() && grad.is_sparse()) grad = grad.to_dense();
+  }
   const double weight = counting * passes / whole;
   if (passes_) passes_->take(weight);
   const at::Tensor loss = pipeline_->gather_loss();
