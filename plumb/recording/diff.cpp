@@ -53,15 +53,17 @@ class Lines {
   // Returns the places of a run's tensors in the list.
   std::vector<size_t> add(const std::vector<HistoryTensor>& tensors) {
     std::vector<size_t> places;
+    const size_t first = report_.tensors.size();
     for (const HistoryTensor& tensor : tensors) {
       std::string key = key_of(tensor);
       if (apart_.contains(key)) key += "\n" + std::to_string(tensor.stage);
       const auto [at, is_new] = known_.try_emplace(std::move(key), report_.tensors.size());
       places.push_back(at->second);
-      if (!is_new) continue;
-      report_.tensors.push_back({tensor});
-      for (uint32_t& input : report_.tensors.back().tensor.inputs) input = static_cast<uint32_t>(places[input]);
+      if (is_new) report_.tensors.push_back({tensor});
     }
+    // Histories of ranks are sorted by stage: an input may stand behind its user.
+    for (size_t t = first; t < report_.tensors.size(); ++t)
+      for (uint32_t& input : report_.tensors[t].tensor.inputs) input = static_cast<uint32_t>(places[input]);
     return places;
   }
 
@@ -80,16 +82,19 @@ std::map<Line, Parts> lines_of(const History& history, const HistoryHashes& step
   return lines;
 }
 
+// Returns what equal tensors have in common. Zeros at the end of one add nothing to its hash.
+std::pair<uint64_t, int64_t> contents_of(const Hash& each) { return {each.hash->hash, each.hash->words}; }
+
 // Returns the tensor of the rank whose hash another rank, or the other run, does not have; null if all are one.
 const Hash* odd_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
-  std::map<uint64_t, size_t> count;
+  std::map<std::pair<uint64_t, int64_t>, size_t> count;
   for (const auto* run : {&a, &b})
-    for (const Hash& each : *run) ++count[each.hash->hash];
+    for (const Hash& each : *run) ++count[contents_of(each)];
   if (count.size() == 1) return nullptr;
   const Hash* odd = nullptr;
   for (const auto* run : {&a, &b})
     for (const Hash& each : *run)
-      if (odd == nullptr || count[each.hash->hash] <= count[odd->hash->hash]) odd = &each;
+      if (odd == nullptr || count[contents_of(each)] <= count[contents_of(*odd)]) odd = &each;
   return odd;
 }
 
@@ -97,7 +102,7 @@ const Hash* odd_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
 // may differ from each other: rows that are not known are other rows on each replica.
 const Hash* changed_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
   for (size_t i = 0; i < b.size(); ++i)
-    if (a[i].hash->hash != b[i].hash->hash) return &b[i];
+    if (contents_of(a[i]) != contents_of(b[i])) return &b[i];
   return nullptr;
 }
 
@@ -249,7 +254,7 @@ at::Tensor plain(const at::Tensor& given) {
   }
   at::Tensor x = given.detach();
   if (x.layout() != at::kStrided) x = x.to_dense();
-  if (x.is_quantized()) x = x.int_repr();
+  if (x.is_quantized()) x = x.dequantize();  // integers alone do not say their scale
   x = x.resolve_conj().resolve_neg().cpu().contiguous();
   if (x.is_complex()) x = at::view_as_real(x);
   return x.scalar_type() == at::kFloat4_e2m1fn_x2 ? x.view(at::kByte) : x;
@@ -399,10 +404,7 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
     const auto other = steps_of_b.find(step.step);
     if (other == steps_of_b.end()) continue;
     ++steps;
-    if (report.first) {
-      ++report.also_steps;
-      continue;
-    }
+    if (report.first) continue;
     const auto of_a = lines_of(a, step, in_a), of_b = lines_of(b, *other->second, in_b);
     StepDiff one(report, step.step);
     for (const auto& [line, parts] : of_a) {
@@ -439,6 +441,14 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
   std::map<std::string, at::Tensor> of_b(b.begin(), b.end());
   std::vector<Compared> compared;
   std::set<std::string> seen;
+  for (const DiffTensors* run : {&a, &b}) {
+    std::set<std::string> own;
+    for (const auto& [name, tensor] : *run) {
+      if (own.insert(name).second) continue;
+      throw Error(ErrorKind::InvalidArgument, "two tensors are called '" + name + "'", "",
+                  "give each tensor a name of its own");
+    }
+  }
   for (const auto& [name, tensor] : a) {
     seen.insert(name);
     const auto other = of_b.find(name);

@@ -65,7 +65,6 @@ struct DiffReport {
   int64_t compared = 0, differing = 0, following = 0, not_comparable = 0;
   std::vector<std::string> only_a, only_b;  // names that the other run does not have
   std::vector<DiffTensor> tensors;
-  int64_t also_steps = 0;                      // compared steps after the first different one
   int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
   uint64_t torn_a = 0, torn_b = 0;             // History::torn_bytes
 
@@ -91,7 +90,8 @@ struct DiffNames {
 // Compares the steps that both have hashes of, up to the first that differs. Throws Error(InvalidArgument) if there is
 // none.
 DiffReport diff(const History& a, const History& b, const DiffNames& names = {});
-// Compares by name, in the first one's order: checkpoints, state dicts.
+// Compares by name, in the first one's order: checkpoints, state dicts. Throws Error(InvalidArgument) for a name that
+// one of them has twice, and what distance_between() throws.
 using DiffTensors = std::vector<std::pair<std::string, at::Tensor>>;
 DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& names = {});
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "plumb/core/join.h"
 #include "plumb/recording/diff.h"
 
 namespace plumb {
@@ -31,15 +32,16 @@ std::string place_of(const Difference& place, const HistoryTensor& tensor) {
   if (place.rank >= 0) parts.push_back("rank " + std::to_string(place.rank));
   if (place.microbatch >= 0) parts.push_back("microbatch " + std::to_string(place.microbatch));
   if (place.rows > 0) parts.push_back(c10::str("rows ", place.first_row, " to ", place.first_row + place.rows - 1));
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return text;
+  return join(parts);
 }
 
-std::string few(const std::vector<std::string>& names) {
-  std::string text;
-  for (size_t i = 0; i < std::min<size_t>(names.size(), 4); ++i) text += (i == 0 ? "" : ", ") + names[i];
-  return text + (names.size() > 4 ? c10::str(", ... (", names.size(), ")") : "");
+std::string few(std::vector<std::string> names) {
+  constexpr size_t kFew = 4;
+  if (const size_t count = names.size(); count > kFew) {
+    names.resize(kFew);
+    names.push_back(c10::str("... (", count, ")"));
+  }
+  return join(names);
 }
 
 const char* name_of(DiffTensor::State state) {
@@ -145,7 +147,6 @@ std::string DiffReport::to_text() const {
         c10::str(not_comparable, " tensors cannot be compared, as the microbatches have other rows, or lack some.\n");
   if (!only_a.empty()) text += "Only in " + a + ": " + few(only_a) + "\n";
   if (!only_b.empty()) text += "Only in " + b + ": " + few(only_b) + "\n";
-  if (also_steps > 0) text += c10::str(also_steps, " later steps were recorded by both.\n");
   if (first) text += "\n" + plumb::to_text(table());
   return text;
 }

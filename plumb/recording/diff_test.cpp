@@ -16,6 +16,7 @@ namespace plumb {
 namespace {
 
 using testing::AllOf;
+using testing::ElementsAre;
 using testing::HasSubstr;
 using namespace testing_models;
 using namespace testing_recording;
@@ -222,6 +223,34 @@ TEST_F(Diffs, EqualRowsAreEqualInOtherMicrobatches) {
   EXPECT_THAT(shorter.to_text(), AllOf(HasSubstr("Nothing was compared"), HasSubstr("1 tensors cannot be compared")));
 }
 
+TEST_F(Diffs, TensorsOfOtherSizesDifferWhateverTheirHashes) {
+  const auto run = [&](const char* name, int64_t size) {
+    return hashed(file(name), {{{.name = "b", .operation = "state"}, {at::zeros({size})}}});
+  };
+  const History a = run("a", 4), b = run("b", 8);
+  ASSERT_EQ(a.hashes[0].hashes[0].hash, b.hashes[0].hashes[0].hash);
+  const DiffReport report = diff(a, b);
+  ASSERT_TRUE(report.first) << report.to_text();
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.name, "b");
+  for (const auto& [one, other] : {std::pair(a, b), std::pair(b, a)}) {
+    const DiffReport of_ranks = diff(merge_histories({one, one}), merge_histories({one, other}));
+    ASSERT_TRUE(of_ranks.first) << of_ranks.to_text();
+    EXPECT_EQ(of_ranks.first->rank, 1);
+    EXPECT_TRUE(diff(merge_histories({one, one}), other).first);
+  }
+}
+
+// A damaged file of a rank may say that a stage is made of a later one.
+TEST_F(Diffs, AnInputMayStandBehindItsUser) {
+  History of_rank = hashed(file("a"), {{{.name = "late", .operation = "aten::relu", .stage = 1}, {at::ones({4})}},
+                                       {{.name = "early", .operation = "aten::relu", .stage = 0}, {at::ones({4})}}});
+  of_rank.tensors[1].inputs = {0};
+  const History a = merge_histories({of_rank});
+  const DiffReport report = diff(a, a);
+  EXPECT_TRUE(report.equal()) << report.to_text();
+  EXPECT_THAT(report.tensors[0].tensor.inputs, ElementsAre(1u));
+}
+
 TEST_F(Diffs, TornRecordsAreSaid) {
   History whole = step_of(*two_layers(), randn_there({16, 8}), {16}, file()), torn = whole;
   torn.torn_bytes = 7;
@@ -311,6 +340,21 @@ TEST_F(Diffs, DistancesCountUnitsOfTheLastPlace) {
   EXPECT_EQ(distance_between(a, a).differing, 0);
   EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).ulps, 0);
   EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).differing, 1);
+}
+
+TEST_F(Diffs, QuantizedTensorsOfOtherScalesDiffer) {
+  const auto quantized = [](double scale) {
+    return at::quantize_per_tensor(at::ones({3}) * scale, scale, 0, at::kQInt8);
+  };
+  ASSERT_TRUE(quantized(0.5).int_repr().equal(quantized(0.25).int_repr()));
+  EXPECT_EQ(distance_between(quantized(0.5), quantized(0.25)).differing, 3);
+  EXPECT_EQ(distance_between(quantized(0.5), quantized(0.5)).differing, 0);
+}
+
+TEST_F(Diffs, ANameThatStandsTwiceIsRefused) {
+  const DiffTensors once{{"w", at::ones({2})}}, twice{{"w", at::ones({2})}, {"w", at::zeros({2})}};
+  for (const auto& [a, b] : {std::pair(once, twice), std::pair(twice, once)})
+    EXPECT_THAT(message_of([&] { diff(a, b); }), HasSubstr("two tensors are called 'w'"));
 }
 
 TEST_F(Diffs, WhatIsMissingIsNamed) {
