@@ -41,19 +41,11 @@ std::string checkpoint_of(const std::string& folder) {
   return newest->folder();
 }
 
-void move_to(at::Device device, GraphModule& module) {
-  rewrite_devices(module.graph(), device);
-  std::vector<std::pair<std::string, at::Tensor>> moved;
-  for (const Attr& attr : module.state())
-    moved.emplace_back(attr.name, attr.tensor.detach().to(device).set_requires_grad(attr.tensor.requires_grad()));
-  module.set_state(moved);
-}
-
 DiffReport diff_files(const DiffArguments& o, const DiffNames& names, Progress& progress) {
   Model a = open_model({o.a, "", o.inputs}, progress);
   const Loaded b = load_with_values(o.b, "");
   progress.next("running both");
-  if (o.device != "cpu") move_to(device_of(o.device, 0), b.module());
+  if (o.device != "cpu") move_module(b.module(), device_of(o.device, 0), o.b);
   ModuleDiffOptions options{.tolerance = o.tolerance, .names = names};
   options.loss = [&](const std::vector<c10::IValue>& outputs) { return loss_or_sum(a.module(), outputs); };
   return diff(a.module(), b.module(), a.inputs, options);

@@ -47,9 +47,7 @@ std::vector<std::string> rewrite_devices(Graph& graph, at::Device device) {
   return changed;
 }
 
-void Pipe::move_stage(int index, at::Device device) {
-  check_stage(index);
-  GraphModule& module = *stages_[index];
+void move_module(GraphModule& module, at::Device device, const std::string& what) {
   std::unordered_map<const c10::TensorImpl*, at::Tensor> moved;
   for (const Attr& attr : std::vector<Attr>(module.state().attrs())) {
     if (!attr.tensor.defined()) continue;
@@ -62,8 +60,8 @@ void Pipe::move_stage(int index, at::Device device) {
                    ? at::empty_like(attr.tensor, attr.tensor.options().device(device))
                    : attr.tensor.to(device);
       } catch (const c10::Error& e) {
-        throw Error(ErrorKind::ExecutionFailed, str("stage ", index, " cannot be moved to ", device.str(), ": '",
-                                                    attr.name, "': ", e.what_without_backtrace()));
+        throw Error(ErrorKind::ExecutionFailed, str(what, " cannot be moved to ", device.str(), ": '", attr.name,
+                                                    "': ", e.what_without_backtrace()));
       }
       if (!twin.is_same(attr.tensor)) {
         twin = twin.detach().set_requires_grad(attr.tensor.requires_grad());
@@ -74,6 +72,11 @@ void Pipe::move_stage(int index, at::Device device) {
   }
   rewrite_devices(module.graph(), device);
   module.sync_module();
+}
+
+void Pipe::move_stage(int index, at::Device device) {
+  check_stage(index);
+  move_module(*stages_[index], device, str("stage ", index));
   auto relabel = [&](std::optional<TensorMeta>& meta) {
     if (meta) meta->device = device;
   };
