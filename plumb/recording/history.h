@@ -104,6 +104,7 @@ struct History {
   std::vector<HistoryEvent> events;
   std::vector<std::string> rules;  // rule texts of every run that wrote to the file
   uint64_t torn_bytes = 0;         // size of an incomplete last record, which is dropped
+  int64_t ranks = 0;               // RecorderOptions::ranks of the last run that wrote to the file
 
   // Returns the last step of anything in it; 0 if there is none.
   int64_t last_step() const;
@@ -138,7 +139,7 @@ class HistoryWriter {
   const std::vector<HistoryTensor>& tensors() const { return tensors_; }
   int64_t last_step() const { return last_step_; }
 
-  void rules(const std::string& text);
+  void rules(const std::string& text, int64_t ranks = 0);
   // Returns the index of this tensor, that of an equal one if there is one. Written before the next step.
   uint32_t tensor(const HistoryTensor& tensor);
   void step(const HistoryStep& step);

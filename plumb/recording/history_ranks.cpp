@@ -167,18 +167,19 @@ History merge_histories(std::vector<History> ranks) {
 
 History read_history(const fs::path& path) {
   std::error_code error;
-  const size_t count = fs::exists(path, error) ? 0 : ranks_of(path);
+  size_t count = fs::exists(path, error) ? 0 : ranks_of(path);
   if (count == 0) return history_of(path);
   std::vector<History> ranks;
   for (size_t r = 0; r < count; ++r) {
     const fs::path file = file_of_rank(path, r);
     if (!fs::exists(file, error)) {
-      throw Error(
-          ErrorKind::BadFile,
-          c10::str("the history \"", path.string(), "\" has a file of rank ", count - 1, " and none of rank ", r), "",
-          "put \"" + file.string() + "\" beside the others, or read one of them alone");
+      throw Error(ErrorKind::BadFile,
+                  c10::str("the history \"", path.string(), "\" is that of rank 0 to rank ", count - 1,
+                           ", and has no file of rank ", r),
+                  "", "put \"" + file.string() + "\" beside the others, or read one of them alone");
     }
     ranks.push_back(history_of(file));
+    count = static_cast<size_t>(std::max(static_cast<int64_t>(count), ranks.back().ranks));
   }
   return merge_histories(std::move(ranks));
 }

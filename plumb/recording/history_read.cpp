@@ -95,7 +95,12 @@ class Parser {
   // Records of unknown kinds were written by a newer plumb and are skipped.
   void record(uint32_t kind, std::string_view payload) {
     switch (kind) {
-      case format::kRules: out_.rules.push_back(parse_json(payload).at("rules").get<std::string>()); break;
+      case format::kRules: {
+        const json doc = parse_json(payload);
+        out_.rules.push_back(doc.at("rules").get<std::string>());
+        out_.ranks = doc.value("ranks", int64_t{0});
+        break;
+      }
       case format::kTensors:
         for (const json& each : parse_json(payload)) {
           out_.tensors.push_back({each.at("name"), each.at("module"), each.at("operator"), each.at("dtype"),

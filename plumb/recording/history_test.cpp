@@ -171,6 +171,17 @@ TEST_F(Recording, ARecordNestedWithoutEndIsRefusedBeforeItIsRead) {
 
 // ---- ranks ----
 
+TEST_F(Recording, TheHighestRankIsMissedToo) {
+  for (const char* name : {"run.history.rank0", "run.history.rank1"}) HistoryWriter(file(name), false).rules("", 3);
+  EXPECT_THAT(message_of([&] { read_history(file()); }), AllOf(HasSubstr("rank 2"), HasSubstr("run.history.rank2")));
+  HistoryWriter(file("run.history.rank2"), false).rules("", 3);
+  EXPECT_EQ(read_history(file()).rules.size(), 1u);
+  // The run went on with fewer.
+  for (const char* name : {"run.history.rank0", "run.history.rank1"}) HistoryWriter(file(name), true).rules("", 2);
+  fs::remove(file("run.history.rank2"));
+  read_history(file());
+}
+
 // Writes the history of rank `rank` of a pipeline: a tensor of each of its stages.
 void write_rank(const fs::path& path, int rank, const std::vector<int64_t>& stages, int steps, double loss) {
   HistoryWriter writer(fs::path(path).concat(".rank" + std::to_string(rank)), false);

@@ -137,7 +137,11 @@ void HistoryWriter::record(uint32_t kind, std::string_view payload) {
   end_ += bytes.size();
 }
 
-void HistoryWriter::rules(const std::string& text) { record(format::kRules, text_of({{"rules", text}})); }
+void HistoryWriter::rules(const std::string& text, int64_t ranks) {
+  json document = {{"rules", text}};
+  if (ranks > 0) document["ranks"] = ranks;
+  record(format::kRules, text_of(document));
+}
 
 namespace {
 

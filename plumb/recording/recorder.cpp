@@ -114,7 +114,7 @@ Recorder::Recorder(RecordRules rules, const std::filesystem::path& path, Recorde
       recorded_(rules_.rules.size()),
       due_(rules_.rules.size()),
       step_(std::min(options.after.value_or(writer_.last_step()), kMostSteps) + 1) {
-  writer_.rules(rules_.text);
+  writer_.rules(rules_.text, options.ranks);
 }
 
 Recorder::Recorder(GraphModule& module, RecordRules rules, const std::filesystem::path& path, RecorderOptions options)

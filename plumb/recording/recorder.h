@@ -30,6 +30,7 @@ struct RecorderOptions {
   // With `append`: the step that the run goes on after, whatever step the history ends with; later steps are cut off.
   std::optional<int64_t> after = {};
   bool part = false;  // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
+  int64_t ranks = 0;  // ranks of the run that write a file each; 0: unknown
 };
 
 // A tensor that a tracker measures.

@@ -186,7 +186,7 @@ void Trainer::Run::make_recorder() {
   const auto after = goes_on_after();
   recorder_ = std::make_unique<Recorder>(
       RecordRules::load(o_.record), after ? history_to_go_on_with(o_, rank, *after) : history_file(o_, rank),
-      RecorderOptions{.append = after.has_value(), .after = after, .part = o_.stages > 1});
+      RecorderOptions{.append = after.has_value(), .after = after, .part = o_.stages > 1, .ranks = o_.stages});
   for (const auto& [index, stage] : step_->stages()) {
     recorder_->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), o_.stages > 1 ? index : -1);
   }

@@ -28,9 +28,11 @@ StepHashes::StepHashes(const TrainOptions& o, int rank, TrainStep& step, std::op
     : o_(o),
       step_(step),
       // A step that is done again is a file of its own.
-      recorder_(
-          rules_of(o), hashes_file(o, rank, o.replay > 0 ? std::nullopt : after),
-          {.append = o.replay == 0 && after.has_value(), .after = o.replay > 0 ? std::nullopt : after, .part = true}) {
+      recorder_(rules_of(o), hashes_file(o, rank, o.replay > 0 ? std::nullopt : after),
+                {.append = o.replay == 0 && after.has_value(),
+                 .after = o.replay > 0 ? std::nullopt : after,
+                 .part = true,
+                 .ranks = o.processes()}) {
   if (o.replay == 0) return;
   recorder_.set_enabled(false);
   for (const auto& [index, stage] : step.stages()) {
