@@ -32,16 +32,20 @@ void judge(const VerdictArguments& given) {
   o.steps = std::max(verdict_steps(given.steps, o.warmup).back(), o.warmup);
   check_writable({{"-o", given.out}, {"--html", given.html}}, {o.file, o.data, o.targets, o.mask});
   event::Concluded concluded;
+  std::string problem;
   Progress progress(static_cast<int>(o.steps) + 2, given.json);
   TrainHooks hooks;
   hooks.phase = [&](const std::string& what) { progress.next(what); };
   hooks.event = [&](const TrainEvent& event) {
     if (const auto* found = std::get_if<event::Concluded>(&event)) concluded = *found;
+    if (const auto* found = std::get_if<event::LogProblem>(&event)) problem = found->problem;
     if (const auto* done = std::get_if<event::Stepped>(&event); done && done->step < o.steps)
       progress.next(c10::str("step ", done->step + 1));
   };
   train(o, hooks);
   progress.finish();
+  if (concluded.text.empty())
+    throw Error(ErrorKind::Numerics, problem, "", "other data, or a model and a loss that learn from it");
   std::cout << (given.json ? concluded.verdict.dump() + "\n" : concluded.text);
   if (given.out.empty()) return;
   write_text(concluded.verdict.at("file").get<std::string>(), given.out);

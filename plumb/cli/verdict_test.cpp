@@ -31,6 +31,26 @@ TEST_F(Verdicts, SaysItsVerdictAndStaysTheSameTraining) {
   EXPECT_NE(run.out.find("blocks128"), std::string::npos) << run.out;
 }
 
+TEST_F(Verdicts, AreNotGivenWithoutAGradientAndTheTrainingGoesOn) {
+  python(
+      "import torch\n"
+      "class Zero(torch.nn.Module):\n"
+      "    def __init__(self):\n"
+      "        super().__init__()\n"
+      "        self.layer = torch.nn.Linear(8, 4)\n"
+      "    def forward(self, x):\n"
+      "        return (self.layer(x) * 0).sum()\n"
+      "torch.export.save(torch.export.export(Zero(), (torch.randn(6, 8),)), 'zero.pt2')");
+  const std::string data = "zero.pt2 --data rows.pt --loss output --threads 1 ";
+  const Ended judged = plumb("verdict " + data + "--recipes bf16");
+  EXPECT_EQ(judged.code, 1) << judged.out;
+  EXPECT_NE(judged.err.find("there is no verdict, for no step could be measured: the full-precision gradient"),
+            std::string::npos)
+      << judged.err;
+  const std::string train = "train " + data + "--steps 3 --json ";
+  EXPECT_EQ(values(plumb(train + "--verdict bf16")), values(plumb(train)));
+}
+
 TEST_F(Verdicts, RefusesVerdictsThatCannotBeMeasured) {
   wrong("verdict lm.pt2 --data tokens.bin --recipes fp9", "--recipes: 'fp9' is no recipe");
   wrong("verdict lm.pt2 --data tokens.bin --recipes all,fp8", "--recipes: 'all' is no recipe");

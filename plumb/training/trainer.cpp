@@ -199,6 +199,8 @@ void Trainer::Run::train_step(int64_t step) {
     if (const auto report = verdict_->step(step - start_, step == o_.steps, parts)) {
       reports_->concluded(step, *report);
       verdict_.reset();
+    } else if (step == o_.steps) {
+      reports_->emit(event::LogProblem{"there is no verdict, for no step could be measured: " + verdict_->problem()});
     }
   }
   if (hashes_) hashes_->begin_step(step);

@@ -55,15 +55,18 @@ Verdict::Parts VerdictRun::losses(const Parts& parts) const {
 }
 
 std::optional<VerdictReport> VerdictRun::step(int64_t step, bool last, const Parts& parts) {
-  const bool measured = !steps_.empty() && steps_.front() == step && parts.total() > 0;
-  if (!measured && !last) return std::nullopt;
-  const Verdict::Parts batch = losses(parts);
-  if (measured) {
-    steps_.erase(steps_.begin());
-    verdict_.measure(batch);
+  if (!steps_.empty() && steps_.front() <= step) {
+    try {
+      verdict_.measure(losses(parts));
+      steps_.erase(steps_.begin());
+      measured_ = parts;
+    } catch (const Error& e) {
+      if (e.kind() != ErrorKind::Numerics) throw;
+      problem_ = e.message();
+    }
   }
-  if (!steps_.empty() && !last) return std::nullopt;
-  return verdict_.conclude(batch);
+  if (!measured_ || !(steps_.empty() || last)) return std::nullopt;
+  return verdict_.conclude(losses(*measured_));
 }
 
 }  // namespace plumb

@@ -19,15 +19,20 @@ class VerdictRun {
   VerdictRun(const TrainOptions& options, const TrainJob& job, at::Device device);
 
   // Takes part in a step before it is computed; `step` counts from 1, the first of this run. After the last measured
-  // step, or the training's last, returns the verdict.
+  // step, or the training's last, returns the verdict. Where a step's gradient is zero or not finite, the next step
+  // is measured in its place.
   std::optional<VerdictReport> step(int64_t step, bool last, const Parts& parts);
+  // Returns why no step could be measured.
+  const std::string& problem() const { return problem_; }
 
  private:
   Verdict::Parts losses(const Parts& parts) const;
 
   const TrainJob& job_;
   const at::Device device_;
-  std::vector<int64_t> steps_;  // that are still to come
+  std::vector<int64_t> steps_;     // that are still to come
+  std::optional<Parts> measured_;  // the last one
+  std::string problem_;
   Verdict verdict_;
 };
 

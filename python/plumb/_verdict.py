@@ -187,6 +187,9 @@ class _Losses:
         if isinstance(out, dict):
             out = out.get("loss", out)
         if isinstance(out, (tuple, list)) and out:
+            numbers = [x for x in out if isinstance(x, Tensor) and x.numel() == 1 and x.requires_grad]
+            if len(numbers) > 1:
+                raise Error(f"the module returns {len(numbers)} numbers that could be its loss", remedy='{"loss": ...}, or one number')
             out = out[0]
         if not isinstance(out, Tensor):
             raise Error(f"the module returns a {type(out).__name__} and no loss", remedy="verdict(net, data, loss)")

@@ -221,6 +221,16 @@ def test_gradients_may_be_sparse_or_complex():
     assert 0 < found.recipes["fp8"]["score"] < 1
 
 
+class TwoLosses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, y):
+        out = self.net(x)
+        return F.cross_entropy(out, y), out.square().mean()
+
+
 def test_wrong_arguments_of_a_verdict_are_refused_with_what_to_do(net, tmp_path):
     def refused(match, data=None, loss=F.cross_entropy, model=net, **options):
         with pytest.raises(plumb.Error, match=match):
@@ -238,6 +248,7 @@ def test_wrong_arguments_of_a_verdict_are_refused_with_what_to_do(net, tmp_path)
     refused("the recipe 8 is a int", recipes=[8])
     refused("no recipe is asked for", recipes=[])
     refused("the model is a str", model="net.pt2")
+    refused("2 numbers that could be its loss", loss=None, model=TwoLosses())
     for options in ({"steps": 2.5}, {"steps": 10**12}, {"steps": 2**70}, {"warmup": 2**63 - 1}):
         refused("steps=", **options)
     (tmp_path / "mine.toml").write_text('fwd = "bf16"\nbwd = "bf16"\n')
@@ -271,3 +282,34 @@ def test_a_verdict_is_measured_inside_of_inference_mode_too(net):
     data = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
     with torch.inference_mode():
         assert plumb.verdict(net, data, F.cross_entropy, recipes=["bf16"]).recipes["bf16"]["verdict"] == "ok"
+
+
+def test_a_step_without_a_gradient_is_not_measured_and_the_training_goes_on():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (self.layer(x) * x).mean()
+
+    torch.manual_seed(0)
+    data, events = [torch.zeros(4, 8)] + [torch.randn(4, 8) for _ in range(5)], []
+
+    class Hooks:
+        def on_event(self, event):
+            events.append(event)
+
+        def on_problem(self, event):
+            events.append(event)
+
+    def train(data, steps):
+        graph = plumb.capture(Product(), data[0])
+        plumb.Trainer(graph, data, hooks=Hooks(), steps=steps, lr=0.01, loss="output", verdict=["bf16"], threads=1).run()
+
+    train(data, 6)
+    (found,) = [e for e in events if "verdict" in e]
+    assert found["at_step"] == 5 and found["verdict"]["batches"] == 4
+    assert not [e for e in events if "problem" in e]
+    train(data[:1], 2)
+    assert any("the full-precision gradient of the batch is zero" in e.get("problem", "") for e in events), events

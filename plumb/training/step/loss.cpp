@@ -49,10 +49,15 @@ int64_t count_of(const TrainOptions& o, const Tensors& inputs, const Tensors& ta
 int loss_output(const GraphModule& module) {
   if (const auto named = find_loss_by_name(module.out_spec())) return static_cast<int>(*named);
   const auto args = module.graph().output_node()->args();
+  std::vector<int> numbers;
   for (size_t i = 0; i < args.size(); ++i) {
     const auto* meta = args[i].is_value() && args[i].value()->meta() ? &*args[i].value()->meta() : nullptr;
-    if (meta != nullptr && meta->sizes.empty() && meta->is_floating_point()) return static_cast<int>(i);
+    if (meta != nullptr && meta->sizes.empty() && meta->is_floating_point()) numbers.push_back(static_cast<int>(i));
   }
+  if (numbers.size() == 1) return numbers[0];
+  if (numbers.size() > 1)
+    throw UsageError(c10::str("the model returns ", numbers.size(), " numbers that could be its loss"),
+                     "a model that returns a dict with 'loss', or one number");
   throw UsageError("the model returns no number that could be its loss",
                    "--loss cross_entropy or mse, or a model that returns its loss");
 }

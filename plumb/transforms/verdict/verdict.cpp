@@ -98,13 +98,12 @@ void take_random_layers_apart(GraphModule& module) {
   }
 }
 
-}  // namespace
-
 // A batch at the weights as they are: the full-precision gradients, and what is compared with them. Random nodes draw
 // the same numbers in every graph.
-class Verdict::Batch {
+class MeasuredBatch {
  public:
-  Batch(const std::shared_ptr<GraphModule>& module, const Parts& parts, uint64_t seed, VerdictReport& report)
+  MeasuredBatch(const std::shared_ptr<GraphModule>& module, const Verdict::Parts& parts, uint64_t seed,
+                VerdictReport& report)
       : module_(module), parts_(parts), seed_(seed), report_(report), before_(module->state(), {}) {
     before_.keep_buffers(module->state());
     plain_ = full_gradient(*module_);
@@ -164,7 +163,7 @@ class Verdict::Batch {
     const NodeSeeds seeds(seed_, before_.generators());
     std::vector<at::Tensor> parameters, sum;
     ++report_.gradients;
-    for (const Part& part : parts_) {
+    for (const Verdict::Part& part : parts_) {
       if (!part) {
         throw Error(ErrorKind::InvalidArgument, "a part of the batch has no function", "",
                     "give one that returns the part's loss");
@@ -189,7 +188,7 @@ class Verdict::Batch {
   }
 
   const std::shared_ptr<GraphModule> module_;
-  const Parts& parts_;
+  const Verdict::Parts& parts_;
   const uint64_t seed_;
   VerdictReport& report_;
   ModuleStateGuard before_;
@@ -199,18 +198,14 @@ class Verdict::Batch {
   std::optional<Gradient> scaled_;
 };
 
-namespace {
-
 // Looks for what mends a recipe on a batch.
 class Remedy {
  public:
-  using Measure = std::function<double(const FormatRecipe& recipe, bool backward)>;
-
-  Remedy(RecipeVerdict& verdict, const GraphModule& module, Measure measure)
-      : verdict_(verdict), module_(module), measure_(std::move(measure)) {}
+  Remedy(RecipeVerdict& verdict, const GraphModule& module, MeasuredBatch& batch)
+      : verdict_(verdict), module_(module), batch_(batch) {}
 
   void find() {
-    verdict_.remedied = verdict_.last = {measure_(verdict_.recipe, true), measure_(verdict_.recipe, false)};
+    verdict_.remedied = verdict_.last = batch_.error(verdict_.recipe);
     if (!scale_loss() && !scale_units()) {
       name_products();
       keep_products();
@@ -234,7 +229,7 @@ class Remedy {
       for (int k = step; std::abs(k) <= kMostScale; k += step) {
         recipe.loss_scale = verdict_.recipe.loss_scale * std::ldexp(1.0, k);
         if (!std::isnormal(recipe.loss_scale)) break;
-        tried.emplace_back(k, measure_(recipe, true));
+        tried.emplace_back(k, batch_.error(recipe, true));
         // At the edge of the range errors grow before they fall.
         if (least_of(tried) < 0.5 * as_it_is && tried.back().second > 0.9 * tried[tried.size() - 2].second) break;
       }
@@ -257,7 +252,7 @@ class Remedy {
     FormatRecipe recipe = verdict_.recipe;
     recipe.unit_scaled = true;
     try {
-      const GradientError error{measure_(recipe, true), measure_(recipe, false)};
+      const GradientError error = batch_.error(recipe);
       if (error.verdict() != VerdictClass::Ok || !(error.score() < 0.9 * verdict_.remedied.score())) return false;
       verdict_.remedy = recipe;
       verdict_.remedied = error;
@@ -274,7 +269,7 @@ class Remedy {
       const double as_it_is = backward ? verdict_.remedied.backward : verdict_.remedied.forward;
       if (weight * as_it_is < kSmallShare || names.size() < 2) continue;
       for (const std::string& name : names) {
-        const double kept = measure_(with_product(verdict_.remedy, name, backward, "none"), backward);
+        const double kept = batch_.error(with_product(verdict_.remedy, name, backward, "none"), backward);
         const double gain = std::isfinite(kept) ? weight * (as_it_is - kept) : 0;
         verdict_.products.push_back({name, backward, gain});
       }
@@ -289,14 +284,14 @@ class Remedy {
       const ProductVerdict& p = verdict_.products[i];
       if (!(p.gain > 0)) break;
       recipe = with_product(recipe, p.product, p.backward, wider(verdict_.recipe, p.backward));
-      (p.backward ? error.backward : error.forward) = measure_(recipe, p.backward);
+      (p.backward ? error.backward : error.forward) = batch_.error(recipe, p.backward);
       if (error.score() < 0.9 * verdict_.remedied.score()) verdict_.remedy = recipe, verdict_.remedied = error;
     }
   }
 
   RecipeVerdict& verdict_;
   const GraphModule& module_;
-  const Measure measure_;
+  MeasuredBatch& batch_;
 };
 
 }  // namespace
@@ -318,13 +313,11 @@ Verdict::Verdict(const GraphModule& module, VerdictOptions options)
   }
 }
 
-Verdict::~Verdict() = default;
-
 void Verdict::measure(const Parts& parts) {
-  Batch batch(module_, parts, static_cast<uint64_t>(++report_.batches), report_);
+  MeasuredBatch batch(module_, parts, static_cast<uint64_t>(report_.batches + 1), report_);
+  ++report_.batches;
   for (RecipeVerdict& verdict : report_.recipes) {
     if (!verdict.problem.empty()) continue;
-    if (options_.phase) options_.phase("batch " + std::to_string(report_.batches) + ": " + verdict.name);
     try {
       const GradientError error = batch.error(verdict.recipe);
       verdict.error.backward += error.backward;
@@ -341,17 +334,14 @@ VerdictReport Verdict::conclude(const Parts& parts) {
   }
   VerdictReport out = report_;
   const auto batches = static_cast<double>(out.batches);
-  std::optional<Batch> batch;
+  std::optional<MeasuredBatch> batch;
   for (RecipeVerdict& verdict : out.recipes) {
     verdict.error.backward /= batches;
     verdict.error.forward /= batches;
     verdict.last = verdict.remedied = verdict.error;
     if (!options_.explain || !verdict.problem.empty() || verdict.error.verdict() == VerdictClass::Ok) continue;
     if (!batch) batch.emplace(module_, parts, static_cast<uint64_t>(out.batches), out);
-    if (options_.phase) options_.phase("what stands in the way of " + verdict.name);
-    Remedy(verdict, *module_, [&](const FormatRecipe& recipe, bool backward) {
-      return batch->error(recipe, backward);
-    }).find();
+    Remedy(verdict, *module_, *batch).find();
   }
   return out;
 }

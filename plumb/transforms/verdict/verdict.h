@@ -77,7 +77,7 @@ struct VerdictReport {
   std::string recipe_file() const;
   Table table() const;  // a row a recipe
   // Returns the products of one recipe and direction that stand in its way, the largest gain first; at most `most`.
-  static Table products_table(const RecipeVerdict& recipe, size_t most = 20);
+  static Table products_table(const RecipeVerdict& recipe, size_t most);
   std::string to_text() const;
   nlohmann::json to_json() const;
 };
@@ -88,7 +88,6 @@ std::vector<std::string> default_verdict_recipes();
 struct VerdictOptions {
   std::vector<std::string> recipes = default_verdict_recipes();  // as read_recipe() takes them
   bool explain = true;                                           // looks for remedies of recipes that are not ok
-  std::function<void(const std::string& what)> phase = {};
 };
 
 class Verdict {
@@ -101,7 +100,6 @@ class Verdict {
   // Shares the tensors of `module`, whose parameters may be trained between the batches. Throws what read_recipe()
   // throws, and Error(InvalidArgument) for a model without parameters that are trained.
   explicit Verdict(const GraphModule& module, VerdictOptions options = {});
-  ~Verdict();
 
   // Measures every recipe on a batch: a full-precision gradient for all, and two for each. Throws Error(Numerics) if
   // the full-precision gradient is zero or not finite.
@@ -111,7 +109,6 @@ class Verdict {
   VerdictReport conclude(const Parts& batch);
 
  private:
-  class Batch;
   std::shared_ptr<GraphModule> module_;
   VerdictOptions options_;
   VerdictReport report_;

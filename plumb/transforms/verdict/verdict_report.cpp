@@ -41,10 +41,10 @@ std::string RecipeVerdict::sentence() const {
   if (remedy.loss_scale != recipe.loss_scale)
     what.push_back(c10::str("a loss scale of 2^", std::lround(std::log2(remedy.loss_scale))));
   for (const ProductFormats& p : remedy.products) {
-    if (std::ranges::find(recipe.products, p) != recipe.products.end()) continue;
+    const auto was = std::ranges::find(recipe.products, p.name, &ProductFormats::name);
     for (const bool backward : {true, false}) {
       const auto& format = backward ? p.bwd : p.fwd;
-      if (!format) continue;
+      if (!format || (was != recipe.products.end() && format == (backward ? was->bwd : was->fwd))) continue;
       what.push_back(c10::str("the ", direction(backward), " of ", p.name, " in ",
                               *format == "none" ? "full precision" : *format));
     }

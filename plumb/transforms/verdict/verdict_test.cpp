@@ -125,6 +125,23 @@ TEST(Verdict, NamesTheProductAndDirectionThatStandInTheWay) {
   EXPECT_THAT(report.to_text(), HasSubstr("small    backward"));
 }
 
+TEST(Verdict, SaysOfARemedyOnlyWhatTheRecipeDoesNotHave) {
+  const auto recipe = parse_recipe("fwd = \"mxfp4\"\nbwd = \"mxfp4\"\n[[product]]\nname = \"head\"\nfwd = \"bf16\"\n");
+  RecipeVerdict found{.name = "mine", .recipe = recipe, .error = {1, 0}, .remedy = recipe};
+  found.remedy.products[0].bwd = "mxfp8e5m2-RN";
+  EXPECT_THAT(found.sentence(), HasSubstr("With the backward of head in mxfp8e5m2-RN the score"));
+}
+
+TEST(Verdict, ABatchWithoutAGradientDoesNotCount) {
+  const auto net = two_branches(1);
+  Verdict measured(*net, {.recipes = {"bf16"}});
+  const auto whole = batch(1);
+  const Verdict::Parts zero{[&](GraphModule& graph) { return whole[0](graph) * 0; }};
+  EXPECT_THAT(message_of([&] { measured.measure(zero); }), HasSubstr("gradient of the batch is zero"));
+  measured.measure(whole);
+  EXPECT_EQ(measured.conclude(whole).batches, 1);
+}
+
 TEST(Verdict, LeavesGradientsBuffersAndGeneratorsAsTheyWere) {
   torch::manual_seed(0);
   State state;
