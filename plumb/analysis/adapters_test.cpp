@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "plumb/analysis/html_report.h"
@@ -52,6 +53,14 @@ TEST_F(TrackedGpt, IsARowForEveryMeasuredTensorWithParametersUnderTheirModules) 
   const ScaleRow* linear = find("blocks.0.qkv", "qkv0");
   ASSERT_TRUE(linear);
   EXPECT_EQ(linear->op, "aten::linear");
+}
+
+TEST_F(TrackedGpt, CallsAFrozenParameterAParameter) {
+  plain_->state().get("blocks.0.qkv.weight").tensor.set_requires_grad(false);
+  const auto tensors = history_of(measured(plain_)).tensors;
+  const auto weight = std::ranges::find(tensors, "blocks.0.qkv.weight", &HistoryTensor::name);
+  ASSERT_NE(weight, tensors.end());
+  EXPECT_EQ(weight->operation, "parameter");
 }
 
 TEST_F(TrackedGpt, ShowsUnitScalingBesideThePlainModel) {

@@ -154,7 +154,7 @@ History history_of(const ScalesGraph& graph, int64_t step) {
       tensor.name = node.target;
       const size_t dot = tensor.name.rfind('.');
       tensor.module = dot == std::string::npos ? "" : tensor.name.substr(0, dot);
-      tensor.operation = node.requires_grad ? "parameter" : "buffer";
+      tensor.operation = node.is_parameter ? "parameter" : "buffer";
     } else if (!node.module.empty()) {
       tensor.name = node.module + "." + node.name;
     }

@@ -25,6 +25,7 @@ struct ScaleNode {
   std::string source;          // "model.py:12"
   std::optional<TensorMeta> meta;
   bool is_float_tensor = false;
+  bool is_parameter = false;   // trained or frozen
   bool requires_grad = false;  // a parameter that is trained
   std::optional<Metrics> metrics;
 };

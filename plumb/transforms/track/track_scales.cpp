@@ -146,8 +146,8 @@ ScalesGraph scales_graph(const TransformedModule& module) {
       one.is_float_tensor = dtype && at::isFloatingType(*dtype);
       if (node->kind() == NodeKind::GetAttr) {
         const Attr* attr = module.state().find(node->target());
-        one.requires_grad =
-            attr && attr->kind == AttrKind::Parameter && attr->tensor.defined() && attr->tensor.requires_grad();
+        one.is_parameter = attr && attr->kind == AttrKind::Parameter;
+        one.requires_grad = one.is_parameter && attr->tensor.defined() && attr->tensor.requires_grad();
       }
       if (node->is_op(kTrackRounded)) {
         one.target = "plumb::simulate_format";
