@@ -12,7 +12,6 @@
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/output_file.h"
-#include "plumb/core/table.h"
 #include "plumb/partition/split.h"
 #include "plumb/recording/module_diff.h"
 #include "plumb/training/folder_weights.h"
@@ -176,14 +175,13 @@ at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IVal
   return start;
 }
 
-std::string columns(std::vector<std::vector<std::string>> rows) {
+std::string columns(Table table) {
   constexpr size_t kWidest = 60;
-  for (auto& row : rows) {
+  for (auto& row : table.rows) {
     for (std::string& cell : row) {
       if (cell.size() > kWidest) cell.replace(kWidest - 3, std::string::npos, "...");
     }
   }
-  Table table{rows.at(0), {rows.begin() + 1, rows.end()}};
   return to_text(table);
 }
 

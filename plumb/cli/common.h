@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "plumb/core/number_text.h"
+#include "plumb/core/table.h"
 #include "plumb/exported/exported.h"
 #include "plumb/training/options.h"
 #include "plumb/training/usage.h"
@@ -74,8 +75,8 @@ void say_wrote(Progress& progress, const std::string& path);
 // Returns the columns of a line of the terminal that is stdout; nullopt if it is no terminal.
 std::optional<int> terminal_width();
 
-// Returns the text of a table whose first row is the header; cells longer than 60 are cut.
-std::string columns(std::vector<std::vector<std::string>> rows);
+// Returns the text of a table; cells longer than 60 are cut.
+std::string columns(Table table);
 
 // "40 s", "1 min 20 s", "3 h 5 min".
 std::string duration_text(double seconds);

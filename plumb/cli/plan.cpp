@@ -83,15 +83,7 @@ StageCostOptions cost_options(const PlanArguments& o, const GraphModule& module)
   return options;
 }
 
-std::string time_text(double value, bool seconds) { return seconds ? seconds_text(value) : short_number(value); }
 std::string memory_text(double value, bool bytes) { return bytes ? bytes_text(value) : short_number(value); }
-
-// Explains the table's columns, in its order.
-constexpr const char* kColumns =
-    "step: from its first action to its last, as drawn. bubble: the ranks' idle share of it, as plumb train "
-    "--timeline\n"
-    "measures it; least step first. apart: how far steps would be apart if no rank waited for others between them.\n"
-    "paper's bubble: the idle share of that (Zero Bubble, arXiv 2401.10241).\n";
 
 nlohmann::json to_json(const ScheduleChoice& c) {
   nlohmann::json row = {{"schedule", c.name}, {"stages_per_rank", c.stages_per_rank}, {"fits", c.fits}};
@@ -135,6 +127,11 @@ void check_arguments(PlanArguments& o) {
   if (!o.measured() && !(o.out + o.html + o.loss).empty())
     throw UsageError("-o, --html and --loss are for a file: given costs have no cut", "the name of a file");
   if (o.microbatches == 0) o.microbatches = 2 * o.ranks;
+  const std::vector<std::string> usual = usual_schedules();
+  for (const std::string& name : o.names) {
+    const bool known = std::ranges::find(usual, name) != usual.end() || (name == kJoint && o.measured());
+    if (!known) used_by("--schedules", [&] { schedule_traits(name); });
+  }
 }
 
 // Reads the file, or makes one of a folder; says how costs are had.
@@ -157,29 +154,9 @@ Loaded read_model(PlanArguments& o, Progress& progress) {
   return loaded;
 }
 
-void print_table(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const ScheduleChoice* taken) {
-  const bool measured = o.measured();
-  std::vector<std::vector<std::string>> rows = {
-      {"", "schedule", "stages a rank", "step", "bubble", "apart", "paper's bubble", "memory", "remark"}};
-  for (const auto& c : choices) {
-    if (!c.problem.empty()) {
-      rows.push_back({"", c.name, std::to_string(c.stages_per_rank), "", "", "", "", "", c.problem});
-      continue;
-    }
-    rows.push_back({&c == taken ? "*" : "", c.name, std::to_string(c.stages_per_rank),
-                    time_text(c.simulation.makespan, measured), percent(c.simulation.bubble_rate()),
-                    time_text(c.simulation.cost(), measured), percent(c.simulation.zero_bubble_rate()),
-                    memory_text(c.peak(), measured), c.fits ? "" : "more memory than the limit"});
-  }
-  std::cout << columns(rows) << kColumns;
-}
-
 // Which rank holds what, and how costs were had.
 void print_ranks(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice& c) {
-  const Table table = ranks_table(planned, c);
-  std::vector<std::vector<std::string>> rows = {table.header};
-  rows.insert(rows.end(), table.rows.begin(), table.rows.end());
-  std::cout << "\n" << columns(rows);
+  std::cout << "\n" << columns(ranks_table(planned, c));
   if (o.estimate) {
     const StageCostOptions known;
     const double flops = o.machine.empty() ? known.machine.flops_per_second : o.machine[0];
@@ -196,16 +173,6 @@ void print_ranks(const PlanArguments& o, const PlannedModel& planned, const Sche
 std::string fitting(const PlanArguments& o, const std::vector<ScheduleChoice>& choices) {
   return c10::str(std::ranges::count(choices, true, &ScheduleChoice::fits),
                   o.memory.empty() ? "" : " that keep " + o.memory + " a rank");
-}
-
-// For given costs: why this one, against 1F1B.
-std::string why(const PlanArguments& o, const PlannedModel& planned, const ScheduleChoice& taken) {
-  std::string text =
-      taken.name + ": " + (o.take.empty() ? "the quickest of " + fitting(o, planned.choices) : "as asked for");
-  const ScheduleChoice* other = planned.find("1F1B");
-  if (other == nullptr || other == &taken) return text;
-  return text + "; a step takes " + short_number(taken.simulation.makespan) + ", one of 1F1B " +
-         short_number(other->simulation.makespan) + (other->fits ? "" : " and more memory than there is");
 }
 
 // Reports that no choice keeps the limit, and what would. The fewest ranks are searched among doubled ones.
@@ -232,7 +199,7 @@ void print_json(const PlanArguments& o, const PlannedModel& planned, const Sched
   for (const auto& c : planned.choices) all["schedules"].push_back(to_json(c));
   all["taken"] = taken == nullptr ? nlohmann::json() : nlohmann::json(taken->name);
   if (o.measured()) all["spread"] = planned.spread;
-  if (o.measured() && taken != nullptr) all["conclusion"] = conclusion(planned, *taken);
+  if (taken != nullptr) all["conclusion"] = conclusion(planned, *taken, o.measured());
   std::cout << all.dump(1) << "\n";
 }
 
@@ -240,9 +207,7 @@ void print_text(const PlanArguments& o, const PlannedModel& planned, const Sched
   const int frame = static_cast<int>(std::string("rank  || 100%").size() + std::to_string(o.ranks - 1).size());
   const int wide = terminal_width() ? std::clamp(*terminal_width() - frame, 10, 100) : 100;
   std::cout << "\n"
-            << (o.measured() ? conclusion(planned, taken) + "; one of " + fitting(o, planned.choices)
-                             : why(o, planned, taken))
-            << "\n"
+            << conclusion(planned, taken, o.measured()) << "; one of " << fitting(o, planned.choices) << "\n"
             << render_text(taken.schedule, taken.simulation.spans, wide) << render_letters(taken.schedule);
   if (o.measured()) print_ranks(o, planned, taken);
 }
@@ -265,10 +230,7 @@ void plan(PlanArguments o) {
                         .costs = cost_options(o, module),
                         .estimate = o.estimate};
     const auto inputs = o.estimate ? std::vector<c10::IValue>() : example_inputs(module);
-    planned = used_by(
-        "--schedules",
-        [&] { return plan_model(module, inputs, request, [&](const std::string& what) { progress.next(what); }); },
-        "plumb plan --help");
+    planned = plan_model(module, inputs, request, [&](const std::string& what) { progress.next(what); });
     costs = [&module, options = request.costs](int stages) {
       return estimate_stages(*cut(module, stages, {}, "plan"), options);
     };
@@ -276,15 +238,14 @@ void plan(PlanArguments o) {
     costs = given_costs(o);
     CompareOptions options{.memory_limit = memory_of(o.memory), .stages_per_rank = o.stages_per_rank, .names = o.names};
     if (o.names.empty()) options.names = usual_schedules();
-    planned.choices = used_by(
-        "--schedules", [&] { return compare_schedules(o.ranks, o.microbatches, costs, options); }, "plumb plan --help");
+    planned.choices = compare_schedules(o.ranks, o.microbatches, costs, options);
   }
   progress.finish();
   const ScheduleChoice* taken = planned.find(o.take);
   if (o.json) {
     print_json(o, planned, taken);
   } else {
-    print_table(o, planned.choices, taken);
+    std::cout << columns(choices_table(planned.choices, taken, o.measured())) << kChoiceColumns;
   }
   if (taken == nullptr) refuse(o, planned, costs);
   if (!o.json) print_text(o, planned, *taken);

@@ -50,12 +50,12 @@ std::string cell(const nlohmann::json& j, const char* key) {
 }
 
 std::string table(const nlohmann::json& entries) {
-  std::vector<std::vector<std::string>> rows = {{"name", "type", "value", "mean", "std", "min", "max"}};
+  Table all{{"name", "type", "value", "mean", "std", "min", "max"}, {}};
   for (const auto& e : entries) {
-    rows.push_back({});
-    for (const std::string& key : rows[0]) rows.back().push_back(cell(e, key.c_str()));
+    auto& row = all.rows.emplace_back();
+    for (const std::string& key : all.header) row.push_back(cell(e, key.c_str()));
   }
-  return columns(rows);
+  return columns(std::move(all));
 }
 
 void run(const RunArguments& o) {

@@ -43,14 +43,14 @@ nlohmann::json rows_of(const Graph& graph) {
 }
 
 std::string table(const Graph& graph) {
-  std::vector<std::vector<std::string>> cells = {{"node", "op", "shape", "module", "source"}};
+  Table cells{{"node", "op", "shape", "module", "source"}, {}};
   for (const auto& row : rows_of(graph)) {
     std::vector<std::string> line;
-    for (const std::string& key : cells[0]) line.push_back(row[key]);
+    for (const std::string& key : cells.header) line.push_back(row[key]);
     if (row["kind"] == "get_attr") line[1] = "get_attr " + line[1];
-    cells.push_back(std::move(line));
+    cells.rows.push_back(std::move(line));
   }
-  return columns(cells);
+  return columns(std::move(cells));
 }
 
 void show(const ShowArguments& o) {

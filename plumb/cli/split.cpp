@@ -60,7 +60,7 @@ void split(const SplitArguments& o) {
   nlohmann::json manifest = {{"table", nlohmann::json::parse(pipe->table().to_json())},
                              {"notes", pipe->notes()},
                              {"stages", nlohmann::json::array()}};
-  std::vector<std::vector<std::string>> rows = {{"stage", "file", "operators", "parameters", "inputs", "outputs"}};
+  Table table{{"stage", "file", "operators", "parameters", "inputs", "outputs"}, {}};
   for (int s = 0; s < pipe->num_stages(); ++s) {
     const GraphModule& stage = *pipe->stage(s);
     const std::string name = stage_file(s);
@@ -74,13 +74,13 @@ void split(const SplitArguments& o) {
     const auto parameters = stage.state().names(AttrKind::Parameter);
     manifest["stages"].push_back(
         {{"file", name}, {"operators", operators}, {"parameters", parameters}, {"inputs", in}, {"outputs", out}});
-    rows.push_back(
+    table.rows.push_back(
         {std::to_string(s), name, std::to_string(operators), std::to_string(parameters.size()), join(in), join(out)});
   }
   // The manifest last: where it is, the stages are whole.
   write_text(manifest.dump(1) + "\n", manifest_file.string());
   progress.finish();
-  std::string text = columns(rows);
+  std::string text = columns(std::move(table));
   for (const std::string& note : pipe->notes()) text += "note: " + note + "\n";
   write_text(o.json ? manifest.dump(1) : text, "");
 }

@@ -79,10 +79,11 @@ std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::v
   for (const std::string& name : values) {
     const Value* value = graph.find_value(name);
     if (!value || !value->producer()->is_call())
-      throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
+      throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before", "", kPlanAgain);
     if (last && !last->producer()->is_before(value->producer())) {
       throw Error(ErrorKind::InvalidArgument,
-                  "cuts are given in another order than the graph's: %" + name + " is not made after %" + last->name());
+                  "cuts are given in another order than the graph's: %" + name + " is not made after %" + last->name(),
+                  "", kPlanAgain);
     }
     last = value;
     auto here = graph.inserting_before(value->producer());

@@ -17,6 +17,9 @@ std::vector<std::string> cuts_of_equal_size(const GraphModule& module, int stage
 // Cuts into stages of at most `bytes` bytes; one operator's own may be more.
 std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes);
 
+// The remedy where a plan's cut does not fit a graph.
+inline constexpr const char* kPlanAgain = "the model that the plan was made for, or a plan of this one: plumb plan -o";
+
 // Returns the module with marks (plumb::pipe_split) before the operators that make these values, and no others: what
 // pipeline() cuts. Throws Error(UnknownName) for a value that the graph does not have. Throws Error(InvalidArgument)
 // for one whose operator does not come after that of the value before it.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <optional>
 #include <random>
 #include <set>
@@ -24,6 +25,8 @@ using schedule_internal::StageTimes;
 using schedule_internal::TableRows;
 using schedule_internal::TableTimer;
 using schedule_internal::without_pairs;
+
+constexpr double kEffort = 3e8;  // about how many actions are timed, at most
 
 // Numbers by chance, the same on every machine.
 class Chance {
@@ -60,12 +63,12 @@ class Search {
         pieces_(pieces),
         options_(options),
         timer_(num_microbatches),
-        chance_(options.seed) {
+        chance_(1) {
     // The costs as they are; with links four times as slow; with costs off by up to a tenth.
     scenarios_.emplace_back(pieces, 1, [](int) { return 1.0; });
     scenarios_.emplace_back(pieces, 4, [](int) { return 1.0; });
     std::vector<double> off;
-    Chance jitter(options.seed + 1);
+    Chance jitter(2);
     for (int i = 0; i < pieces.size(); ++i) off.push_back(1 + 0.1 * (2 * jitter.share() - 1));
     scenarios_.emplace_back(pieces, 1, [&](int piece) { return off[piece]; });
   }
@@ -74,9 +77,7 @@ class Search {
 
  private:
   int num_pieces() const { return pieces_.size(); }
-  double spent() const {
-    return std::max(timer_.actions() / options_.effort, static_cast<double>(tried_) / options_.tables);
-  }
+  double spent() const { return std::max(timer_.actions() / kEffort, static_cast<double>(tried_) / options_.tables); }
 
   void take_named(JointResult& result);
   std::vector<PlanCandidate> seeds(const std::vector<ScheduleChoice>& named) const;
@@ -328,7 +329,12 @@ void Search::take_named(JointResult& result) {
   compare.memory_limit = options_.memory_limit;
   compare.stages_per_rank = options_.stages_per_rank;
   compare.names = options_.names;
-  if (compare.names.empty()) compare.names = usual_schedules();
+  // A candidate has each stage on one rank.
+  const std::vector<std::string> one_way = usual_schedules();
+  std::erase_if(compare.names, [&](const std::string& name) {
+    return std::ranges::find(one_way, name) == one_way.end() && schedule_traits(name).bidirectional;
+  });
+  if (compare.names.empty()) compare.names = one_way;
   choices_ = compare_schedules(
       ranks_, microbatches_, [&](int stages) { return costs_of_stages(pieces_, balanced_stages(pieces_, stages)); },
       compare);
@@ -342,7 +348,6 @@ void Search::take_named(JointResult& result) {
                 "", choices_.empty() ? "fewer ranks" : "a higher limit, more ranks, or smaller microbatches");
   }
   result.named = choices_[0];
-  result.named_stages = balanced_stages(pieces_, result.named.schedule.num_stages());
   limit_ = std::isinf(options_.memory_limit) ? result.named.peak() : options_.memory_limit;
 }
 
@@ -382,7 +387,8 @@ JointResult Search::run() {
   std::vector<Run> runs;
   for (PlanCandidate& c : seeds(choices_)) runs.push_back({std::move(c), {}});
   for (std::size_t i = 0; i < scenarios_.size(); ++i)
-    named_times_.push_back(timer_.replay(times_of(runs[0].candidate, i), *runs[0].candidate.rows));
+    named_times_.push_back(std::max(timer_.replay(times_of(runs[0].candidate, i), *runs[0].candidate.rows),
+                                    std::numeric_limits<double>::min()));  // no work at all has shares, too
   for (Run& run : runs) run.score = score(run.candidate, kForever);
   // Half of the effort goes to all of them, more to the best three, the rest to the best one's rows.
   for (std::size_t i = 0; i < runs.size(); ++i)
@@ -409,12 +415,6 @@ JointResult Search::run() {
   for (int rank = 0; rank < ranks_; ++rank)
     result.memory.push_back(peak_of_row(times_of(best_, 0), rank, result.schedule.rows[rank]));
   result.shares = best_score_.shares;
-  result.tried = tried_;
-  for (int i = 0; i < num_pieces(); ++i) {
-    const PieceCosts::Way& way = pieces_.ways[0];
-    result.bound += way.forward[i] + std::min(way.full[i], way.input[i] + way.weight[i]);
-  }
-  result.bound *= static_cast<double>(microbatches_) / ranks_;
   return result;
 }
 
@@ -422,8 +422,7 @@ JointResult Search::run() {
 
 JointResult joint_search(int num_ranks, int num_microbatches, const PieceCosts& pieces, const JointOptions& options) {
   schedule_internal::check_pieces(pieces);
-  if (num_ranks < 1 || num_microbatches < 1 || options.stages_per_rank.empty() || !(options.effort > 0) ||
-      options.tables < 1) {
+  if (num_ranks < 1 || num_microbatches < 1 || options.stages_per_rank.empty() || options.tables < 1) {
     throw Error(ErrorKind::InvalidArgument,
                 str("a plan for ", num_ranks, " ranks and ", num_microbatches, " microbatches cannot be searched"), "",
                 "at least one rank, one microbatch and one number of stages a rank");

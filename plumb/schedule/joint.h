@@ -1,7 +1,6 @@
 // Searches a pipeline's cut, placement, order, halves and recomputation together.
 #pragma once
 
-#include <cstdint>
 #include <limits>
 #include <string>
 #include <vector>
@@ -50,12 +49,11 @@ struct JointOptions {
   // Memory of a rank, resident and activations together. Infinite: what the best named schedule takes.
   double memory_limit = std::numeric_limits<double>::infinity();
   std::vector<int> stages_per_rank = {1, 2, 3};
-  std::vector<std::string> names;  // names of the schedules to start from; empty: all that are not bidirectional
-  // About how many actions are timed, and how many tables compared, at most: half a minute for 16 ranks. The same
-  // numbers give the same plan, whatever the machine.
-  double effort = 3e8;
+  // Names of the schedules to start from, of which bidirectional ones are left out; empty: all others.
+  std::vector<std::string> names;
+  // The most tables that are compared: half a minute for 16 ranks. The same number gives the same plan, whatever the
+  // machine.
   int tables = 100000;
-  std::uint64_t seed = 1;
 };
 
 struct JointResult {
@@ -65,12 +63,9 @@ struct JointResult {
   Simulation simulation;
   std::vector<double> memory;  // by rank: resident and activations
   ScheduleChoice named;        // the quickest named schedule within the limit, on its balanced cut
-  PieceStages named_stages;
   // Time of a step as a share of `named`'s: with the costs, with links four times as slow, and with costs that are off
   // by up to a tenth. None is above 1.
   std::vector<double> shares;
-  double bound = 0;  // no step is shorter: all work, evenly on all ranks
-  int tried = 0;     // tables compared
 };
 
 // A fast list scheduler under simulated annealing, started from every named schedule on balanced cuts; then neighbors

@@ -12,7 +12,6 @@ namespace plumb {
 namespace {
 
 constexpr int kVersion = 1;
-constexpr int kMostRanks = 1024;
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 26;
 
 // Reads the entries of a document and names them in its errors.
@@ -106,7 +105,7 @@ PipelinePlan parse_plan(std::string_view text, const std::string& where) {
   if (!document.is_object()) reader.fail("it is no object");
   if (reader.whole("plumb_plan", 1, 65536) != kVersion)
     throw Error(ErrorKind::BadFile, "is a plan of a newer plumb", where, "plan again with this one: plumb plan -o");
-  const int ranks = reader.whole("ranks", 1, kMostRanks);
+  const int ranks = reader.whole("ranks", 1, kMostPlanRanks);
   PipelinePlan plan;
   std::string csv;
   for (const std::string& row : reader.texts("table")) {
@@ -117,10 +116,10 @@ PipelinePlan parse_plan(std::string_view text, const std::string& where) {
   plan.schedule.name = reader.text("schedule");
   if (plan.schedule.num_ranks() != ranks)
     reader.fail(str("'table' has ", plan.schedule.num_ranks(), " rows for ", ranks, " ranks"));
-  if (plan.schedule.num_microbatches != reader.whole("microbatches", 1, 65536))
+  if (plan.schedule.num_microbatches != reader.whole("microbatches", 1, kMostPlanParts))
     reader.fail(str("'table' has ", plan.schedule.num_microbatches, " microbatches"));
   if (plan.schedule.has_messages()) reader.fail("'table' holds messages, which a run adds itself");
-  plan.replicas = reader.whole("replicas", 1, 65536);
+  plan.replicas = reader.whole("replicas", 1, kMostPlanParts);
   plan.cut = reader.texts("cut");
   plan.recompute = reader.texts("recompute");
   const auto stages = static_cast<std::size_t>(plan.num_stages());

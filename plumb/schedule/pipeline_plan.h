@@ -9,6 +9,9 @@
 
 namespace plumb {
 
+// The most ranks, and the most microbatches and replicas, of a plan.
+inline constexpr int kMostPlanRanks = 1024, kMostPlanParts = 65536;
+
 struct PipelinePlan {
   std::vector<std::string> cut;        // by stage but the first: a value that its first operator makes
   Schedule schedule;                   // also says which rank runs which stage

@@ -10,8 +10,6 @@
 namespace plumb {
 namespace {
 
-constexpr const char* kPlanAgain = "the model that the plan was made for, or a plan of this one: plumb plan -o";
-
 std::pair<std::string, SplitPoint> split_point(const std::string& text) {
   const std::string end = ":end";
   if (text.ends_with(end)) return {text.substr(0, text.size() - end.size()), SplitPoint::End};
@@ -46,7 +44,7 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
     options.policy = [](const Node&) { return 0; };
     where = "one stage gives";
   } else if (!cuts.before.empty()) {
-    marked_there = used_by("the cut", [&] { return mark_before(module, cuts.before); }, kPlanAgain);
+    marked_there = used_by("the cut", [&] { return mark_before(module, cuts.before); });
   } else if (!at.empty()) {
     where = "--at gives";
     for (const std::string& name : at) options.points.push_back(split_point(name));

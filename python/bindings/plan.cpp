@@ -34,7 +34,12 @@ std::function<at::Tensor(const Tensors&)> loss_of(const py::object& loss, const 
   if (loss.is_none() || py::isinstance<py::str>(loss))
     return example_loss(loss.is_none() ? "" : loss.cast<std::string>(), module);
   return [function = held(loss)](const Tensors& outputs) {
-    return with_gil([&] { return (*function)(*py::tuple(py::cast(outputs))).cast<at::Tensor>(); });
+    return with_gil([&] {
+      const py::object found = (*function)(*py::tuple(py::cast(outputs)));
+      if (THPVariable_Check(found.ptr())) return found.cast<at::Tensor>();
+      throw Error(ErrorKind::InvalidArgument, "the loss is a value of type " + type_name(found), "",
+                  "return a tensor to go backward from");
+    });
   };
 }
 

@@ -64,6 +64,8 @@ void bind_schedule_table(py::module_& m) {
       .def_property_readonly("num_ranks", &Schedule::num_ranks)
       .def_property_readonly("num_stages", &Schedule::num_stages)
       .def_property_readonly("ranks", [](const Schedule& s) { return s.placement.ranks; })
+      .def(
+          "stages_of", [](const Schedule& s, int rank) { return s.placement.stages_of(rank); }, py::arg("rank"))
       .def_property_readonly("bidirectional", [](const Schedule& s) { return !s.placement.reverse_ranks.empty(); })
       .def_property_readonly("rows",
                              [](const Schedule& s) {
@@ -140,15 +142,14 @@ Register schedule_part([](py::module_& m) {
       py::arg("row"), py::arg("max_unsharded"), py::arg("reduce_grad"));
   m.def(
       "search_schedule",
-      [](int ranks, int microbatches, const py::dict& costs, double memory_limit, double effort) {
+      [](int ranks, int microbatches, const py::dict& costs, double memory_limit) {
         SearchOptions options;
         if (memory_limit > 0) options.memory_limit = memory_limit;
-        if (effort > 0) options.effort = effort;
         const auto given = to_costs(costs);
         py::gil_scoped_release free;
         return search_schedule(ranks, microbatches, given, options).schedule;
       },
-      py::arg("ranks"), py::arg("microbatches"), py::arg("costs"), py::arg("memory_limit"), py::arg("effort"));
+      py::arg("ranks"), py::arg("microbatches"), py::arg("costs"), py::arg("memory_limit"));
 });
 
 }  // namespace

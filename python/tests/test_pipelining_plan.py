@@ -58,6 +58,36 @@ def test_a_plan_of_one_rank_trains_with_the_bits_of_the_model(net):
     assert [loss.item() for loss in losses] == [part.item() for part in parts]
 
 
+def test_each_rank_gets_the_stages_of_its_plan(net):
+    x = torch.randn(4, 16)
+
+    class Pipe:
+        num_stages = 2
+
+        def build_stage(self, index, device, group, recompute):
+            return index
+
+    best = plan(net, (x,), ranks=2, microbatches=4, schedules=["1F1B", "DualPipe"], take="DualPipe", estimate=True)
+    assert [best.build_stages(Pipe(), rank, "cpu") for rank in (0, 1)] == [[0, 1], [0, 1]], "a stage has two ranks"
+    best = plan(net, (x,), ranks=2, microbatches=4, schedules=["1F1B"], estimate=True)
+    assert [best.build_stages(Pipe(), rank, "cpu") for rank in (0, 1)] == [[0], [1]]
+    for rank in (-1, 2):
+        with pytest.raises(plumb.Error, match=f"there is no rank {rank}: the plan is for 2"):
+            best.build_stages(Pipe(), rank, "cpu")
+
+
+def test_a_plan_of_another_model_is_refused_with_what_to_do(net):
+    x = torch.randn(4, 16)
+    best = plan(net, (x,), ranks=2, microbatches=4, schedules=["1F1B"], estimate=True)
+    with pytest.raises(plumb.Error, match="the graph has no value(?s:.*)the model that the plan was made for"):
+        pipeline(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), (x,), split_policy=best)
+
+
+def test_a_search_beside_a_bidirectional_schedule_starts_from_the_others(net):
+    best = plan(net, (torch.randn(4, 16),), ranks=2, microbatches=4, schedules=["DualPipe", "Joint"], take="Joint", tables=100)
+    assert best.schedule.name == "Joint" and best.ranks == 2
+
+
 def test_what_cannot_be_planned_says_why(net, tmp_path):
     x = torch.randn(4, 16)
     with pytest.raises(plumb.Error, match="the least that a rank needs"):
@@ -71,6 +101,12 @@ def test_what_cannot_be_planned_says_why(net, tmp_path):
     for counts in ([], [0], [1, -3], [10**9]):
         with pytest.raises(plumb.Error, match="stages_per_rank are no numbers from 1 to 1024"):
             plan(net, (x,), ranks=2, stages_per_rank=counts)
+    for counts in ({"ranks": 0}, {"ranks": 2000}, {"microbatches": -1}, {"replicas": 0}, {"replicas": 10**6}):
+        with pytest.raises(plumb.Error, match="cannot be(?s:.*)from 1 to 1024 ranks, and to 65536 of the others"):
+            plan(net, (x,), **{"ranks": 2, **counts})
+    for loss, says in ((lambda y: 3.0, "type <class 'float'>"), (lambda y: None, "type <class 'NoneType'>"), (lambda y: y[99], "IndexError")):
+        with pytest.raises(plumb.Error, match=says):
+            plan(net, (x,), ranks=2, loss=loss)
     (tmp_path / "bad.json").write_text('{"plumb_plan": 1}')
     with pytest.raises(plumb.Error, match="is no plan of plumb"):
         Plan(tmp_path / "bad.json")

@@ -32,6 +32,14 @@ class Planner {
       throw Error(ErrorKind::InvalidArgument, "stages_per_rank are no numbers from 1 to 1024", "",
                   "1, 2, 3: all are compared");
     }
+    const auto within = [](int count, int most) { return count >= 1 && count <= most; };
+    if (!within(request_.ranks, kMostPlanRanks) || !within(request_.microbatches, kMostPlanParts) ||
+        !within(request_.replicas, kMostPlanParts)) {
+      throw Error(ErrorKind::InvalidArgument,
+                  c10::str("a plan for ", request_.ranks, " ranks, ", request_.microbatches, " microbatches and ",
+                           request_.replicas, " replicas cannot be"),
+                  "", c10::str("from 1 to ", kMostPlanRanks, " ranks, and to ", kMostPlanParts, " of the others"));
+    }
     CompareOptions compare;
     compare.memory_limit = request_.memory_limit;
     compare.stages_per_rank = request_.stages_per_rank;
@@ -46,6 +54,9 @@ class Planner {
     say("measuring the stages");
     planned_.choices = compare_schedules(
         request_.ranks, request_.microbatches, [this](int stages) { return costs_of_named(stages); }, compare);
+    // A model that fails in every cut is wrong itself.
+    const bool any = std::ranges::any_of(planned_.choices, [](const ScheduleChoice& c) { return c.problem.empty(); });
+    if (failed_ && !any) throw *failed_;
     if (joint) {
       try {
         add_joint(compare.names);
@@ -66,9 +77,14 @@ class Planner {
     StageCostOptions options = request_.costs;
     options.busy_ranks = request_.ranks;
     options.recompute = std::move(recompute);
-    StageCosts costs = request_.estimate ? estimate_stages(pipe, options) : measure_stages(pipe, inputs_, options);
-    planned_.spread = std::max(planned_.spread, costs.spread);
-    return costs;
+    try {
+      StageCosts costs = request_.estimate ? estimate_stages(pipe, options) : measure_stages(pipe, inputs_, options);
+      planned_.spread = std::max(planned_.spread, costs.spread);
+      return costs;
+    } catch (const Error& e) {
+      failed_ = e;
+      throw;
+    }
   }
 
   // Cut as `plumb train` cuts.
@@ -150,8 +166,7 @@ class Planner {
     say("measuring " + std::to_string(pieces->num_stages()) + " pieces");
     const PieceCosts costs = costs_of_pieces(*pieces);
     say("searching");
-    JointOptions options{
-        .stages_per_rank = request_.stages_per_rank, .names = names, .tables = request_.tables, .seed = request_.seed};
+    JointOptions options{.stages_per_rank = request_.stages_per_rank, .names = names, .tables = request_.tables};
     const std::vector<std::string> values = cut_values(module_, *pieces);
     const ScheduleChoice* named = planned_.best_named();
     const bool given = std::isfinite(request_.memory_limit) || named == nullptr;
@@ -167,7 +182,7 @@ class Planner {
         options.memory_limit -= excess;
       } catch (const Error&) {
         if (choice) break;
-        if (given) throw;
+        if (given || tries > 0) throw;
         options.memory_limit = request_.memory_limit;
       }
     }
@@ -207,6 +222,7 @@ class Planner {
   const std::function<void(const std::string&)>& phase_;
   PlannedModel planned_;
   std::optional<StageCosts> whole_ranks_;  // costs with one stage a rank
+  std::optional<Error> failed_;            // the last error of a stage
 };
 
 }  // namespace
@@ -261,9 +277,10 @@ PlannedModel plan_model(const GraphModule& module, const std::vector<c10::IValue
   return Planner(module, inputs, request, phase).plan();
 }
 
-std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken) {
+std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken, bool seconds) {
   const double step = taken.simulation.makespan;
-  std::string text = taken.name + ": " + short_number(step * 1e3) + " ms a step";
+  std::string text = taken.name + ": " + (seconds ? short_number(step * 1e3) + " ms" : short_number(step)) + " a step";
+  if (taken.schedule.num_ranks() == 1) return text;  // any order takes the sum: others differ by noise
   const auto beside = [&](const ScheduleChoice* other) {
     if (other == nullptr || other == &taken || other->simulation.makespan <= 0) return;
     const std::string times = short_number(other->simulation.makespan / step);
@@ -273,7 +290,6 @@ std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken)
   const ScheduleChoice *named = planned.best_named(), *usual = planned.find("1F1B");
   beside(named);
   if (usual != named) beside(usual);
-  if (taken.schedule.num_ranks() == 1) return text;
   if (planned.bound > 0 && planned.bound < step)
     text += "; all work, evenly on all ranks, would take " + percent(planned.bound / step) + " of that";
   const auto& busy = taken.simulation.busy;

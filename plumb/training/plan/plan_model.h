@@ -24,7 +24,6 @@ struct PlanRequest {
   StageCostOptions costs;
   bool estimate = false;  // costs from shapes: the model is not run
   int tables = JointOptions().tables;
-  std::uint64_t seed = 1;
 };
 
 // Every schedule tried, with the stages that it was timed with.
@@ -53,11 +52,13 @@ constexpr const char* kJoint = "Joint";
 void set_link(StageCostOptions& costs, double gigabytes, double microseconds);
 
 // `inputs`: a microbatch, flat; not used for estimates. `phase` is told what begins. Throws Error(UnknownName) for
-// schedules, and what a stage throws. A schedule that cannot be had is a choice with a problem.
+// schedules, Error(InvalidArgument) for counts that no plan has, and what a stage throws. A schedule that cannot be had
+// is a choice with a problem.
 PlannedModel plan_model(const GraphModule& module, const std::vector<c10::IValue>& inputs, const PlanRequest& request,
                         const std::function<void(const std::string& what)>& phase = {});
 
 // Returns one sentence: the choice beside 1F1B and the best named schedule, and how near it is to what is possible.
-std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken);
+// `seconds`: false for costs in another unit.
+std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken, bool seconds = true);
 
 }  // namespace plumb

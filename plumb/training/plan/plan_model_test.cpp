@@ -1,4 +1,5 @@
-// The sentence about a plan: it says what the plan gains, and nothing where there is nothing to gain.
+// Plans that cannot be had, and the sentence about one: it says what the plan gains, and nothing where there is nothing
+// to gain.
 #include "plumb/training/plan/plan_model.h"
 
 #include <gmock/gmock.h>
@@ -26,6 +27,22 @@ PlannedModel planned(int ranks, double joint, double bound) {
   return made;
 }
 
+std::shared_ptr<GraphModule> chain(int length) {
+  std::string text = "graph { %x: f32[64] = placeholder \"x\" %v0: f32[64] = aten::neg(%x)";
+  for (int i = 1; i < length; ++i) text += c10::str(" %v", i, ": f32[64] = aten::neg(%v", i - 1, ")");
+  return std::make_shared<GraphModule>(parse_graph(text + c10::str(" output(%v", length - 1, ") }")), State(),
+                                       TreeSpec::positional_inputs(1), TreeSpec::tuple({TreeSpec::leaf()}));
+}
+
+TEST(PlanModel, SaysWhyNothingIsFoundForMoreRanksThanPieces) {
+  const PlannedModel made = plan_model(
+      *chain(320), {},
+      {.ranks = 300, .microbatches = 1, .stages_per_rank = {1}, .names = {"GPipe", kJoint}, .estimate = true});
+  ASSERT_EQ(made.choices.size(), 2u);
+  EXPECT_EQ(made.choices[0].problem, "");
+  EXPECT_THAT(made.choices[1].problem, HasSubstr("257 pieces has no schedule for 300 ranks"));
+}
+
 TEST(Conclusion, NamesWhatAPlanGains) {
   const PlannedModel made = planned(2, 0.008, 0.006);
   EXPECT_EQ(conclusion(made, made.choices[0]),
@@ -34,8 +51,8 @@ TEST(Conclusion, NamesWhatAPlanGains) {
 }
 
 TEST(Conclusion, ClaimsNoGainOnOneRank) {
-  const PlannedModel made = planned(1, 0.01, 0.00999);
-  EXPECT_EQ(conclusion(made, made.choices[0]), "Joint: 10 ms a step, as fast as 1F1B");
+  const PlannedModel made = planned(1, 0.008, 0.00799);
+  EXPECT_EQ(conclusion(made, made.choices[0]), "Joint: 8 ms a step");
 }
 
 TEST(Conclusion, LeavesOutABoundThatAStepOfOtherCostsIsBelow) {

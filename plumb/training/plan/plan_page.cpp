@@ -46,6 +46,24 @@ Table ranks_table(const PlannedModel& planned, const ScheduleChoice& choice) {
   return table;
 }
 
+Table choices_table(const std::vector<ScheduleChoice>& choices, const ScheduleChoice* taken, bool measured) {
+  Table table{{"", "schedule", "stages a rank", "step", "bubble", "apart", "paper's bubble", "memory", "remark"}, {}};
+  const auto time = [&](double value) { return measured ? seconds_text(value) : short_number(value); };
+  for (const ScheduleChoice& c : choices) {
+    std::vector<std::string> row{&c == taken ? "*" : "", c.name, std::to_string(c.stages_per_rank)};
+    if (!c.problem.empty()) {
+      row.insert(row.end(), {"", "", "", "", "", c.problem});
+    } else {
+      row.insert(row.end(),
+                 {time(c.simulation.makespan), percent(c.simulation.bubble_rate()), time(c.simulation.cost()),
+                  percent(c.simulation.zero_bubble_rate()), measured ? bytes_text(c.peak()) : short_number(c.peak()),
+                  c.fits ? "" : "more memory than the limit"});
+    }
+    table.rows.push_back(std::move(row));
+  }
+  return table;
+}
+
 HtmlReport plan_page(const PlannedModel& planned, const ScheduleChoice& choice, const std::string& model) {
   const int ranks = choice.schedule.num_ranks(), microbatches = choice.schedule.num_microbatches;
   HtmlReport page("Plan of " + model, std::to_string(ranks) + (ranks == 1 ? " rank, " : " ranks, ") +
@@ -58,17 +76,7 @@ HtmlReport plan_page(const PlannedModel& planned, const ScheduleChoice& choice, 
   if (other != nullptr && other != &choice) chart.runs.push_back(timeline_run(*other));
   page.add(chart);
   page.section("Ranks").add(ranks_table(planned, choice));
-  Table table{{"schedule", "stages a rank", "step", "bubble", "memory", "remark"}, {}};
-  for (const ScheduleChoice& c : planned.choices) {
-    if (!c.problem.empty()) {
-      table.rows.push_back({c.name, std::to_string(c.stages_per_rank), "", "", "", c.problem});
-      continue;
-    }
-    table.rows.push_back({c.name, std::to_string(c.stages_per_rank), seconds_text(c.simulation.makespan),
-                          percent(c.simulation.bubble_rate()), bytes_text(c.peak()),
-                          c.fits ? "" : "more memory than the limit"});
-  }
-  page.section("All schedules").add(table);
+  page.section("All schedules").add(choices_table(planned.choices, &choice, true)).prose(kChoiceColumns);
   return page;
 }
 

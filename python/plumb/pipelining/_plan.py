@@ -59,7 +59,9 @@ class Plan(SplitPolicy):
                 kind=ErrorKind.StructureMismatch,
                 remedy="pipeline(model, inputs, split_policy=plan), with the model that was planned; else plan again",
             )
-        here = [s for s, r in enumerate(self.schedule.ranks) if r == rank]
+        if not 0 <= rank < self.ranks:
+            raise Error(f"there is no rank {rank}: the plan is for {self.ranks}", remedy=f"a rank from 0 to {self.ranks - 1}")
+        here = self.schedule.stages_of(rank)
         return [pipe.build_stage(s, device, group, recompute=self.recompute[s]) for s in here]
 
     def save(self, path: str | os.PathLike) -> None:

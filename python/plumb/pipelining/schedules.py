@@ -218,7 +218,7 @@ def search_schedule(num_ranks: int, n_microbatches: int, costs: dict[str, Any], 
     `costs`: "forward", "input", "weight", "communication", each one number or one a stage, in any unit of time.
     `memory_limit`: microbatches a rank may hold (1F1B holds `num_ranks`); 0: any.
     """
-    return _C.search_schedule(num_ranks, n_microbatches, costs, float(memory_limit), 0.0)
+    return _C.search_schedule(num_ranks, n_microbatches, costs, float(memory_limit))
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
