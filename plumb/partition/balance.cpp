@@ -15,6 +15,7 @@ namespace plumb {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr size_t kMostPlaces = 1024;  // among which a balance chooses, unless more stages are wanted
 
 // The graph as a row of operators with what a cut between two of them costs.
 struct Row {
@@ -175,7 +176,7 @@ class Balancer {
       : row_(row),
         options_(options),
         places_(choose_places(row, static_cast<size_t>(options.stages) - 1,
-                              std::max<size_t>(options.max_places, static_cast<size_t>(options.stages) + 1))) {}
+                              std::max<size_t>(kMostPlaces, static_cast<size_t>(options.stages) + 1))) {}
 
   // Indices of places, from the graph's begin to its end; empty if no cut keeps the memory limits.
   std::vector<size_t> find_cuts() const;
@@ -198,11 +199,8 @@ class Balancer {
   int64_t activations(size_t i, size_t j) const { return row_.activations[places_[j]] - row_.activations[places_[i]]; }
   std::vector<int64_t> parameters_from(size_t i) const;
   int64_t memory(int stage, size_t i, size_t j, int64_t parameter_bytes) const {
-    const int in_flight = options_.in_flight ? options_.in_flight(stage) : options_.stages - stage;
-    if (in_flight < 0)
-      throw Error(ErrorKind::Partition, str("stage ", stage, " cannot hold ", in_flight, " microbatches at once"));
     return static_cast<int64_t>(static_cast<double>(parameter_bytes) * options_.bytes_per_parameter_byte) +
-           static_cast<int64_t>(in_flight) * activations(i, j);
+           (options_.stages - stage) * activations(i, j);
   }
   int64_t limit(int stage) const {
     const auto& limits = options_.memory_limits;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -17,14 +16,11 @@ struct BalanceOptions {
   // outputs, forward for the values, backward for their gradients.
   double seconds_per_message = 0;
   double bytes_per_second = 1e10;
-  // Bytes a stage may need; one entry a stage, or one for all; empty: no limit.
+  // Bytes a stage may need, with the activations of as many microbatches as it holds in 1F1B; one entry a stage, or one
+  // for all; empty: no limit.
   std::vector<int64_t> memory_limits;
   // Bytes of a parameter, its gradient and the optimizer's state, as a multiple of the parameter's bytes (4: AdamW).
   double bytes_per_parameter_byte = 4;
-  // Microbatches whose activations a stage holds at once; default: as in 1F1B, stages - stage.
-  std::function<int(int stage)> in_flight;
-  // Places considered for a cut, at most. Beyond, the cheapest boundary in each of that many equally costly stretches.
-  size_t max_places = 1024;
 };
 
 struct BalancedStage {
@@ -51,10 +47,11 @@ struct Balance {
 // cross in each of `most` equally costly stretches. `wanted`: the fewest that do; there may be less.
 std::vector<size_t> cut_places(const GraphModule& module, const GraphCost& cost, size_t wanted, size_t most);
 
-// Dynamic programming over the places between neighboring operators: minimizes the slowest stage's forward, backward
-// and communication within the memory limits. Never cuts through memory that is written (see split.h), and through
-// values with gaps in their memory (a part of a split) only if there are too few other places. Throws
-// Error(Partition) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).
+// Dynamic programming over the places between neighboring operators, 1,024 of them that are cheap to cross: minimizes
+// the slowest stage's forward, backward and communication within the memory limits. Never cuts through memory that is
+// written (see split.h), and through values with gaps in their memory (a part of a split) only if there are too few
+// other places. Throws Error(Partition) if there are fewer places than cuts, or no cut keeps the limits (says what the
+// least is).
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options);
 
 }  // namespace plumb

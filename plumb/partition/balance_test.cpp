@@ -92,7 +92,6 @@ TEST(Balance, KeepsMemoryLimits) {
   BalanceOptions options;
   options.bytes_per_second = 1e18;
   EXPECT_THAT(ops(balance(*c.module, c.cost, options)), testing::ElementsAre(1, 3));
-  options.in_flight = [](int) { return 1; };
   options.memory_limits = {1000, 80};
   EXPECT_THAT(ops(balance(*c.module, c.cost, options)), testing::ElementsAre(2, 2));
   options.memory_limits = {50};
@@ -104,14 +103,6 @@ TEST(Balance, KeepsMemoryLimits) {
   options.stages = 5;
   EXPECT_THAT(message_of([&] { balance(*c.module, c.cost, options); }),
               HasSubstr("3 places for a cut, 5 stages need 4"));
-}
-
-TEST(Balance, RefusesANegativeNumberOfMicrobatches) {
-  const auto module = gpt(1, false, false);
-  BalanceOptions options;
-  options.in_flight = [](int stage) { return -stage; };
-  EXPECT_THAT(message_of([&] { balance(*module, measure_cost(*module, gpt_inputs(), 1), options); }),
-              HasSubstr("stage 1 cannot hold -1 microbatches at once"));
 }
 
 TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {

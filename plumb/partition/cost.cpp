@@ -250,7 +250,6 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto saved = generator.get_state();
   GraphCost cost;
-  cost.measured = true;
   ValueMetas metas;
   std::unordered_map<const Node*, size_t> position;
   for (const Node* node : copy->graph().nodes()) position.emplace(node, position.size());

@@ -22,7 +22,6 @@ struct NodeCost {
 // Costs of the operators of a graph, by position among its nodes (all kinds; others than calls cost nothing).
 struct GraphCost {
   std::vector<NodeCost> nodes;
-  bool measured = false;
   double forward() const;
   double backward() const;
   double flops() const;

@@ -43,9 +43,8 @@ Balance describe_cut(const Pipe& pipe, const BalanceOptions& options) {
     // Values forward, their gradients back.
     stage.communication = 2 * (messages * options.seconds_per_message +
                                static_cast<double>(stage.bytes_in + stage.bytes_out) / options.bytes_per_second);
-    const int in_flight = options.in_flight ? options.in_flight(s) : pipe.num_stages() - s;
     stage.memory = static_cast<int64_t>(static_cast<double>(stage.parameter_bytes) * options.bytes_per_parameter_byte) +
-                   in_flight * stage.activation_bytes;
+                   (pipe.num_stages() - s) * stage.activation_bytes;
     result.stages.push_back(std::move(stage));
   }
   return result;

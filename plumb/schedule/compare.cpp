@@ -10,6 +10,7 @@
 #include "plumb/schedule/event_simulation.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/rank_memory.h"
+#include "plumb/schedule/search.h"
 
 namespace plumb {
 namespace {
@@ -26,19 +27,18 @@ double at_stage(const std::vector<double>& values, int stage) {
 }
 
 // The search knows one limit for all ranks: what the rank with most memory besides activations has left.
-Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, const CompareOptions& options) {
-  SearchOptions search = options.search;
+Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, double memory_limit) {
   double most = 0;
   const Costs by_stage = costs.costs.for_stages(num_ranks, num_ranks);
   for (int stage = 0; stage < num_ranks; ++stage)
     most = std::max(most, at_stage(costs.resident, stage) + by_stage.gradient[stage] +
                               schedule_internal::most_working(by_stage, stage));
-  if (most > options.memory_limit) {
+  if (most > memory_limit) {
     throw Error(ErrorKind::InvalidArgument, "the parameters alone take more memory than the limit", "",
                 "a higher limit, or more ranks");
   }
-  search.memory_limit = std::min(search.memory_limit, options.memory_limit - most);
-  return search_schedule(num_ranks, num_microbatches, costs.costs, search).schedule;
+  const SearchOptions options{.memory_limit = memory_limit - most, .effort = 1e7};
+  return search_schedule(num_ranks, num_microbatches, costs.costs, options).schedule;
 }
 
 }  // namespace
@@ -77,8 +77,8 @@ CostsOf even_costs(const Costs& costs, int num_ranks) {
 
 double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::ranges::max_element(memory); }
 
-void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit, const StageEdges& edges) {
-  choice.simulation = simulate_schedule(choice.schedule, costs_in(choice.schedule, costs), edges);
+void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit) {
+  choice.simulation = simulate_schedule(choice.schedule, costs_in(choice.schedule, costs));
   for (int rank = 0; rank < choice.schedule.num_ranks(); ++rank) {
     choice.memory.push_back(resident_memory(costs, choice.schedule.placement.stages_of(rank)) +
                             choice.simulation.peak_memory[rank]);
@@ -110,7 +110,7 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
   std::vector<std::string> names = options.names;
   if (names.empty()) {
     names = schedule_names();
-    if (options.edges.empty()) names.push_back(kSearched);  // the search knows chains only
+    names.emplace_back(kSearched);
   }
   std::map<int, StageCosts> known;
   auto costs = [&](int stages) -> const StageCosts& {
@@ -135,9 +135,9 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
     ScheduleChoice choice{name, per_rank};
     try {
       const StageCosts& stage_costs = costs(num_ranks * per_rank);
-      choice.schedule = name == kSearched ? search(num_ranks, num_microbatches, stage_costs, options)
+      choice.schedule = name == kSearched ? search(num_ranks, num_microbatches, stage_costs, options.memory_limit)
                                           : make_schedule(name, num_ranks, num_microbatches, per_rank);
-      fill_choice(choice, stage_costs, options.memory_limit, options.edges);
+      fill_choice(choice, stage_costs, options.memory_limit);
     } catch (const Error& e) {
       choice = {name, per_rank, e.message()};
       choice.fits = false;

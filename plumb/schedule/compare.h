@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "plumb/schedule/search.h"
 #include "plumb/schedule/simulate.h"
 
 namespace plumb {
@@ -38,8 +37,6 @@ struct CompareOptions {
   double memory_limit = std::numeric_limits<double>::infinity();
   std::vector<int> stages_per_rank = {2};  // tried for schedules that can have several
   std::vector<std::string> names;          // empty: all of schedule_names(), and "Searched"
-  StageEdges edges = {};                   // between the stages; empty: a chain
-  SearchOptions search = {.effort = 1e7};
 };
 
 struct ScheduleChoice {
@@ -61,7 +58,7 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
                                               const CompareOptions& options = {});
 
 // Simulates the choice's schedule, and says what it takes and whether it fits.
-void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit, const StageEdges& edges = {});
+void fill_choice(ScheduleChoice& choice, const StageCosts& costs, double memory_limit);
 // Puts choices into the order of compare_schedules().
 void sort_choices(std::vector<ScheduleChoice>& choices);
 

@@ -26,7 +26,6 @@ struct ListHabits {
   bool deep_first = false;  // precedence of later stages among a round's forwards
   bool ahead = false;       // forwards may fill the memory of gradients that have not come yet
   std::vector<char> halves = {};  // by stage: whether its backward is divided
-  bool operator==(const ListHabits&) const = default;
 };
 
 using TableRows = std::vector<std::vector<Action>>;

@@ -27,7 +27,6 @@ struct Habit {
   int most = 1;         // never more microbatches in flight (forward done, input backward not)
   double patience = 0;  // a forward waits if the next input backward comes within this share of its own length
   double gap = 1;       // a weight backward goes into a gap of at least this share of its own length
-  bool operator==(const Habit&) const = default;
 };
 
 struct Score {

@@ -3,7 +3,6 @@
 #include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/runtime/stage_costs.h"
-#include "plumb/schedule/simulate.h"
 #include "plumb/training/step/loss.h"
 
 namespace plumb {
@@ -18,10 +17,11 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
     measuring.recompute.push_back(
         parse_recompute(job.plan ? job.plan->recompute[static_cast<size_t>(s)] : o.recompute));
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
-  const Simulation simulation = simulate_schedule(job.schedule, costs_in(job.schedule, costs));
+  ScheduleChoice choice{.schedule = job.schedule};
+  fill_choice(choice, costs, std::numeric_limits<double>::infinity());
   TrainNeeds needs{job.schedule.name,
-                   simulation.makespan * static_cast<double>(o.accumulate),
-                   simulation.bubble_rate(),
+                   choice.simulation.makespan * static_cast<double>(o.accumulate),
+                   choice.simulation.bubble_rate(),
                    job.rows,
                    {}};
   for (int rank = 0; rank < job.schedule.num_ranks(); ++rank) {
@@ -33,9 +33,8 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
         if (attr.kind == AttrKind::Parameter) own.parameters += attr.tensor.numel();
       }
     }
-    const double resident = resident_memory(costs, own.stages);
-    own.peak = resident + simulation.peak_memory[static_cast<size_t>(rank)];
-    own.resident += resident;
+    own.peak = choice.memory[static_cast<size_t>(rank)];
+    own.resident += resident_memory(costs, own.stages);
     needs.ranks.push_back(std::move(own));
   }
   return needs;
