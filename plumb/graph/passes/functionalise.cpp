@@ -24,8 +24,28 @@ bool is_plain_view(const Node& node) {
   return node.is_call() && operator_facts(node.target()).plain_view && node.num_results() <= kMaxViewResults;
 }
 
+// Returns where a narrow begins and ends, counted from the beginning; nullopt if its arguments or the type of its input
+// do not say so.
+std::optional<std::pair<int64_t, int64_t>> narrowed(const Node& view) {
+  const auto& meta = view.input(0)->meta();
+  const Arg &start_arg = view.arg("start"), &length_arg = view.arg("length"), &dim_arg = view.arg("dim");
+  for (const Arg* arg : {&start_arg, &length_arg, &dim_arg}) {
+    if (!arg->is_constant() || !arg->constant().isInt()) return std::nullopt;
+  }
+  int64_t start = start_arg.constant().toInt(), dim = dim_arg.constant().toInt(), end = 0;
+  if (start < 0) {
+    if (!meta || !meta->symbols.empty()) return std::nullopt;
+    const auto rank = static_cast<int64_t>(meta->sizes.size());
+    if (dim < 0) dim += rank;
+    if (dim < 0 || dim >= rank) return std::nullopt;
+    start += meta->sizes[static_cast<size_t>(dim)];
+  }
+  if (start < 0 || __builtin_add_overflow(start, length_arg.constant().toInt(), &end)) return std::nullopt;
+  return std::pair(start, end);
+}
+
 bool has_scatter(const Node& view) {
-  if (view.target() == "aten::narrow") return view.arg("start").is_constant() && view.arg("length").is_constant();
+  if (view.target() == "aten::narrow") return narrowed(view).has_value();
   return view.target() == "aten::select.int" || view.target() == "aten::slice.Tensor" ||
          view.target() == "aten::diagonal";
 }
@@ -38,15 +58,8 @@ Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
     return g.call("aten::diagonal_scatter", {base, piece, view.arg("offset"), view.arg("dim1"), view.arg("dim2")});
   }
   if (view.target() == "aten::narrow") {
-    int64_t start = view.arg("start").constant().toInt();
-    // From the end counts the size: the meta's, as static here as in the schema of narrow.
-    if (start < 0 && base->meta()) {
-      int64_t dim = view.arg("dim").constant().toInt();
-      if (dim < 0) dim += static_cast<int64_t>(base->meta()->sizes.size());
-      start += base->meta()->sizes.at(static_cast<size_t>(dim));
-    }
-    return g.call("aten::slice_scatter",
-                  {base, piece, view.arg("dim"), start, start + view.arg("length").constant().toInt()});
+    const auto [start, end] = narrowed(view).value();
+    return g.call("aten::slice_scatter", {base, piece, view.arg("dim"), start, end});
   }
   return g.call("aten::slice_scatter",
                 {base, piece, view.arg("dim"), view.arg("start"), view.arg("end"), view.arg("step")});

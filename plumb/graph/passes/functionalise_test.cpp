@@ -165,6 +165,20 @@ TEST(Functionalise, LeavesWritesWithAnotherDtypeUnknownTypesOrHiddenAliasesAlone
 )");
 }
 
+TEST(Functionalise, LeavesANarrowAloneThatIsOutsideOfItsTensor) {
+  for (const char* where : {"7, -1, 1", "0, -9, 1", "0, 9223372036854775807, 9223372036854775807"}) {
+    expect_unchanged("functionalise", R"(graph {
+  %x: f32[2, 3] = placeholder "x"
+  %a: f32[2, 3] = aten::sin(%x)
+  %n: f32[1, 3] = aten::narrow(%a, )" + std::string(where) +
+                                          R"()
+  %f: f32[1, 3] = aten::fill_.Scalar(%n, 1)
+  output(%a)
+}
+)");
+  }
+}
+
 TEST(Functionalise, LeavesAWriteWithoutGradientsToWhatHasSomeAlone) {
   expect_unchanged("functionalise", R"(graph {
   %x: f32[4, 4] = placeholder "x"
