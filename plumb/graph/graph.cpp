@@ -389,10 +389,10 @@ void check_node(const Node& node, const Graph& graph) {
     const Node* producer = input->producer();
     if (&producer->graph() != &graph) broken(node, "uses %" + input->name() + " of another graph");
     if (!producer->is_before(&node)) broken(node, "uses %" + input->name() + " before it is produced");
-    bool listed = false;
-    for (const Use& use : input->uses()) listed = listed || (use.user == &node && use.index == index);
     // A value with many uses is checked from its own side below: here only small lists are searched.
-    if (!listed && input->uses().size() < 16) broken(node, "is missing from the uses of %" + input->name());
+    const auto is_here = [&](const Use& use) { return use.user == &node && use.index == index; };
+    if (input->uses().size() < 16 && std::ranges::none_of(input->uses(), is_here))
+      broken(node, "is missing from the uses of %" + input->name());
     ++index;
   }
   for (Value* result : node.results()) {

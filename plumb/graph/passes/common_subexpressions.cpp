@@ -17,6 +17,11 @@ void mix(size_t& h, size_t v) { h ^= v + 0x9e3779b97f4a7c15ull + (h << 6) + (h >
 void mix_constant(size_t& h, const c10::IValue& v) {
   if (v.isInt()) return mix(h, std::hash<int64_t>()(v.toInt()));
   if (v.isDouble()) return mix(h, std::bit_cast<uint64_t>(v.toDouble()));
+  if (v.isBool()) return mix(h, v.toBool() ? 1 : 2);
+  if (v.isComplexDouble()) {
+    mix(h, std::bit_cast<uint64_t>(v.toComplexDouble().real()));
+    return mix(h, std::bit_cast<uint64_t>(v.toComplexDouble().imag()));
+  }
   if (v.isString()) return mix(h, std::hash<std::string>()(v.toStringRef()));
   if (v.isList()) {
     for (const c10::IValue& e : v.toListRef()) mix_constant(h, e);

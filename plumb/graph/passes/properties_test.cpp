@@ -204,5 +204,16 @@ TEST(Scale, ManyUsesAndManyWritesOfOneValueAreNoBurden) {
   }
 }
 
+TEST(Scale, ManyReadsByOneNodeAndManyConstantsAreNoBurden) {
+  std::string text = "graph {\n  %x: c64[2] = placeholder \"x\"\n";
+  for (int i = 0; i < 50'000; ++i)
+    text += "  %y" + std::to_string(i) + ": c64[2] = aten::mul.Tensor(%x, complex(" + std::to_string(i) +
+            ".0, 0.0)) no_grad\n";
+  text += "  output(%x";
+  for (int i = 0; i < 50'000; ++i) text += ", %x";
+  GraphModule module = module_of(parse_graph(text + ")\n}\n"));
+  EXPECT_FALSE(run_pass(find_pass("common_subexpressions"), module));
+}
+
 }  // namespace
 }  // namespace plumb
