@@ -6,53 +6,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
+import io
 import sys
-import sysconfig
 import threading
 import types
-from collections import deque
 from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .._errors import Error, ErrorKind
 from .._trees import PLAIN
-from .cpython import instructions_of
-from .guards import ABSENT, ATTRIBUTE, CELL, DEEPEST, ITEM, Guards
+from .conditions import AbsentOfClass, Asked, Names, Place, Settings, Value
+from .guards import ABSENT, ATTRIBUTE, CELL, DEEPEST, ITEM, MISSING, TENSOR, Guards, containers_in
+from .outer_values import (
+    CONTAINERS,
+    OuterRead,
+    class_reads,
+    functions_behind,
+    is_object,
+    is_users,
+    is_users_class,
+    is_users_module,
+    outer_reads,
+    parts_of_class,
+    users_classes,
+)
 from .torch_patches import INSIDE, HooksOfAllModules, patched
 
 _MEMBERS = 200
+_LARGEST = 10_000  # elements of a tensor whose value is held
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
+_ALL_TENSORS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _OF_TORCH = frozenset(vars(nn.Module)) - {"forward"}
-_LIBRARY_FOLDERS = tuple({os.path.realpath(p) + os.sep for p in sysconfig.get_paths().values()} | set(INSIDE))
-_FUNCTIONS = (
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-    types.BuiltinMethodType,
-    functools.partial,
-)
 _VALUES = (*PLAIN, list, tuple, dict, set, np.ndarray)  # that a guard holds as they are
-_LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (
-    frozenset(sys.stdlib_module_names) - {"types", "argparse", "__main__"}
-)
-
-
-def _is_object(value: Any) -> bool:
-    """Returns whether it is an object of a user's or a library's class, whose attributes may be settings."""
-    cls = type(value)
-    if isinstance(
-        value, (*PLAIN, *_FUNCTIONS, type, nn.Module, Tensor, types.ModuleType, tuple, list, dict, set, deque)
-    ):
-        return False
-    return cls.__module__.partition(".")[0] not in _LIBRARIES
-
-
-def _is_users(code: types.CodeType) -> bool:
-    return not code.co_filename.startswith(("<frozen", *_LIBRARY_FOLDERS))
 
 
 class Observer:
@@ -62,6 +52,14 @@ class Observer:
         self.reads: dict[tuple[int, str], Any] = {}
         self.mode_line = ""
         self.inner: list[Guards] = []  # guards of the graphs that were called
+        self.unnoted: dict[int, Any] = {}  # objects whose reads cannot be noted
+        self.all_tensors: dict[int, nn.Module] = {}  # modules that were asked for all of their tensors
+        self.plain_tensors: dict[int, Tensor] = {}  # that attributes, globals and closures hold
+        self.takes_values = False  # whether values were taken out of tensors that hang on no input
+        self.modes_of_grad: dict[
+            int, tuple[Tensor, bool]
+        ] = {}  # parameters that were asked whether they require a gradient
+        self.iterators: dict[str, Any] = {}  # attributes that are iterators, and whose they are
         self._thread = threading.get_ident()
         self._classes: dict[type, Any] = {}
         self._seen: dict[int, Any] = {}  # objects, which stay as long as their ids are used
@@ -72,8 +70,12 @@ class Observer:
                 if name == "training" and not self.mode_line and threading.get_ident() == self._thread:
                     self._note_mode(owner, sys._getframe(1))
                 return original(owner, name)
+            if name in _ALL_TENSORS and not sys._getframe(1).f_code.co_filename.startswith(INSIDE):
+                self.all_tensors[id(owner)] = owner
             self.reads.setdefault((id(owner), name), owner)
             value = original(owner, name)
+            if hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+                self.iterators.setdefault(name, owner)
             self.look_at(value)
             return value
 
@@ -85,22 +87,66 @@ class Observer:
         if attention or not frame.f_code.co_filename.startswith(INSIDE):
             self.mode_line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def look_at(self, value: Any, depth: int = 0) -> None:
-        """Lets reads of the attributes of an object be noted, and of objects in containers."""
-        if isinstance(value, (list, tuple, dict, deque)):
-            if depth < DEEPEST and len(value) <= _MEMBERS and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                for part in value.values() if isinstance(value, dict) else value:
-                    self.look_at(part, depth + 1)
-            return
-        if isinstance(value, (*PLAIN, Tensor, nn.Module)) or id(value) in self._seen or not _is_object(value):
-            return
-        self._seen[id(value)] = value
+    def begin(self, module: nn.Module, forward: Any, inputs: list) -> None:
+        """Looks at what a forward meets without a read of an attribute: hooks, methods that operators call, inputs."""
+        for part in (forward, *inputs):
+            self.look_at(part)
+        for sub in module.modules():
+            for key in _HOOKS:
+                self.look_at(sub.__dict__.get(key))
+        for cls in {type(sub) for sub in module.modules()}:
+            for part in parts_of_class(cls):
+                self.look_at(part)
+
+    def look_at(self, value: Any) -> None:
+        """Lets reads of the attributes of objects be noted: of this value, of those in containers, and of those that functions
+        read."""
+        left = [(value, 0)]
+        while left:
+            value, depth = left.pop()
+            if isinstance(value, (*PLAIN, Tensor, nn.Module)) or id(value) in self._seen:
+                if type(value) is Tensor:
+                    self.plain_tensors[id(value)] = value
+                continue
+            if isinstance(value, types.MethodType):  # another object at every read
+                left += [(value.__func__, 0), (value.__self__, 0)]
+                continue
+            if isinstance(value, CONTAINERS):
+                if depth >= DEEPEST or len(value) > _MEMBERS:
+                    continue
+                left += [(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)]
+            elif isinstance(value, type):
+                if is_users_class(value) and not issubclass(value, nn.Module):
+                    left += [(part, 0) for c in users_classes(value) for part in vars(c).values()]
+            else:
+                left += [(part, 0) for part in functions_behind(value)]
+            if isinstance(value, types.FunctionType) and is_users(value.__code__):
+                left += [(part, 0) for read in outer_reads(value) for part in _along(read)]
+            self._seen[id(value)] = value
+            if is_object(value):
+                left += [(part, 0) for part in self._note_reads(value)]
+
+    def _note_reads(self, value: Any) -> list[Any]:
+        """Lets reads of an object's attributes be noted. Returns what else is to be looked at."""
         cls = type(value)
-        if cls not in self._classes:
-            self._classes[cls] = cls.__dict__.get("__getattribute__")
-            with contextlib.suppress(TypeError):  # error of a class implemented in C
-                cls.__getattribute__ = self.reader(cls.__getattribute__)
+        if cls in self._classes:
+            return []
+        before, parts = cls.__dict__.get("__getattribute__"), parts_of_class(cls)
+        try:
+            cls.__getattribute__ = self.reader(cls.__getattribute__)
+        except (TypeError, AttributeError):  # a class implemented in C
+            own = getattr(value, "__dict__", None)
+            if not isinstance(own, dict):
+                return []
+            self.unnoted[id(value)] = value
+            return list(own.values())
+        self._classes[cls] = before
+        return parts
+
+    @property
+    def classes(self) -> set[type]:
+        """Returns the classes whose objects' reads were noted."""
+        return set(self._classes)
 
     def end(self) -> None:
         for cls, before in self._classes.items():
@@ -109,6 +155,21 @@ class Observer:
                     del cls.__getattribute__
                 else:
                     cls.__getattribute__ = before
+        self._seen.clear()  # which may hold, by a function, what holds this
+
+
+def _along(read: OuterRead) -> Iterator[Any]:
+    """Yields the values that a chain of attributes leads to."""
+    value = read.value
+    yield value
+    for key in read.chain:
+        if isinstance(value, types.ModuleType):
+            if not is_users_module(value):
+                return
+            value = vars(value).get(key)
+        else:
+            value = inspect.getattr_static(value, key, None)
+        yield value
 
 
 def caller_of_read(frame: types.FrameType) -> types.FrameType:
@@ -134,6 +195,17 @@ def observed() -> Iterator[Observer]:
         _observers.remove(observer)
 
 
+def note_value() -> None:
+    """A value is taken out of a tensor that the capture has not computed from inputs."""
+    if _observers:
+        _observers[-1].takes_values = True
+
+
+def note_requires_grad(parameter: Tensor, known: bool) -> None:
+    if _observers:
+        _observers[-1].modes_of_grad[id(parameter)] = (parameter, known)
+
+
 def include(guards: Guards) -> None:
     """The graph that these belong to becomes a part of the one that is captured."""
     if _observers:
@@ -149,6 +221,8 @@ class _Resolver:
         self.written = written
         self.containers = {at for at, _ in written}
         self._codes: set[tuple] = set()
+        self._absent_of_class: dict[tuple[type, str], AbsentOfClass] = {}
+        self._class_names: set[str] = set()  # names of attributes that are read from classes
 
     def _name(self, owner: Any, key: str) -> str:
         if isinstance(owner, nn.Module) and (path := self.names.get(id(owner))) is not None:
@@ -158,6 +232,20 @@ class _Resolver:
     def value(self, kind: int, holder: Any, key: Any, value: Any, name: str) -> None:
         if self.guards.add(kind, holder, key, value, name, self.containers):
             self.functions_in(value)
+            for container in containers_in(value) if self.containers else ():
+                if id(container) in self.containers:
+                    self._beside_written(container, name)
+
+    def _beside_written(self, container: Any, name: str) -> None:
+        """The slots of a container that the forward has not written, while it has written others."""
+        if isinstance(container, dict):
+            for key, value in container.items():
+                if (id(container), key) not in self.written:
+                    self.value(ITEM, container, key, value, f"{name}[{key!r}]")
+        elif isinstance(container, list) and (id(container), None) not in self.written:
+            for place, value in enumerate(container):
+                if (id(container), place) not in self.written:
+                    self.value(ATTRIBUTE, Place(container, place), "value", value, f"{name}[{place}]")
 
     def read(self, owner: Any, key: str) -> None:
         name = self._name(owner, key)
@@ -175,129 +263,202 @@ class _Resolver:
                 return
             if key in own:
                 self.value(ITEM, own, key, own[key], name)
+                if isinstance(tensor := own[key], Tensor):
+                    self.guards.add(TENSOR, own, key, (tensor.dtype, tensor.device, tensor.shape), name)
                 return
         if isinstance(owner, nn.Module):
             for table in (own.get("_parameters"), own.get("_buffers")):
                 if isinstance(table, dict) and key in table:
-                    if table[key] is None:
-                        self.value(ITEM, table, key, None, name)
+                    if table[key] is None or id(owner) not in self.names:  # the tensors of other modules are constants
+                        self.value(ITEM, table, key, table[key], name)
                     return
             if key in (own.get("_modules") or ()) or key in _OF_TORCH:
                 return
-        found = inspect.getattr_static(type(owner), key, _MISSING)
-        computed = found is _MISSING or hasattr(type(found), "__set__") and not isinstance(found, property)
-        if found is _MISSING and type(owner).__getattribute__ in _PLAIN_READS and not _has_getattr(type(owner)):
-            if isinstance(own, dict):
-                self.guards.add(ABSENT, own, key, None, name)
+        found = inspect.getattr_static(type(owner), key, MISSING)
+        computed = found is MISSING or hasattr(type(found), "__set__") and not isinstance(found, property)
+        if found is MISSING and type(owner).__getattribute__ in _PLAIN_READS and not _has_getattr(type(owner)):
+            self._absent(owner, own, key, name)
         elif computed:  # by code of the class, or a slot
-            with contextlib.suppress(Exception):
+            try:
                 value = getattr(owner, key)
-                if isinstance(value, _VALUES):
-                    self.value(ATTRIBUTE, owner, key, value, name)
+            except Exception:
+                self.guards.add(ATTRIBUTE, Asked(owner, key), "is_there", False, name)
+                return
+            if isinstance(value, _VALUES) or isinstance(found, types.MemberDescriptorType):
+                self.value(ATTRIBUTE, owner, key, value, name)
         else:
             self._of_class(owner, own, key, found, name)
 
+    def _absent(self, owner: Any, own: Any, key: str, name: str) -> None:
+        """An attribute that was asked for and is not there: neither in the object nor in its class."""
+        tables = [own, *(own.get(table) for table in _TABLES)] if isinstance(owner, nn.Module) else [own]
+        for table in tables:
+            if isinstance(table, dict):
+                self.guards.add(ABSENT, table, key, None, name)
+        absent = self._absent_of_class.setdefault((type(owner), key), AbsentOfClass(type(owner), key))
+        self.guards.add(ATTRIBUTE, absent, "is_absent", absent.is_absent, name)
+
     def _of_class(self, owner: Any, own: Any, key: str, found: Any, name: str) -> None:
         inside = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-        if isinstance(inside, types.FunctionType) and inside.__code__.co_filename.startswith(INSIDE):
+        if (
+            isinstance(inside, types.FunctionType)
+            and inside.__code__.co_filename.startswith(INSIDE)
+            and not hasattr(inside, "__wrapped__")
+        ):
             return
         if isinstance(own, dict):
             self.guards.add(ABSENT, own, key, None, name)
+        self._in_class(type(owner), key, found, name)
+
+    def _in_class(self, cls: type, key: str, found: Any, name: str) -> None:
+        """`found`: what the class, or a base of it, has under this key."""
+        value = MISSING
         if not isinstance(found, (classmethod, types.MemberDescriptorType)):
-            self.value(ATTRIBUTE, type(owner), key, getattr(type(owner), key, None), name)
+            with contextlib.suppress(Exception):
+                value = getattr(cls, key)
+        # A value that a descriptor computes may be another object at every read.
+        if value is found or isinstance(found, staticmethod) or isinstance(value, (types.FunctionType, *_VALUES)):
+            self.value(ATTRIBUTE, cls, key, value, name)
         self.functions_in(found)
+
+    def class_attributes(self, classes: set[type]) -> None:
+        """Attributes that functions read from a class (of ``super()``, ``type(self)``), of all classes that may be meant."""
+        users = dict.fromkeys(c for cls in classes for c in users_classes(cls))
+        done: set[str] = set()
+        while new := self._class_names - done:
+            done |= new
+            for cls in users:
+                for key in new & vars(cls).keys():
+                    self._in_class(cls, key, vars(cls)[key], f"{cls.__name__}.{key}")
+
+    def tensors(self, observer: Observer, module: nn.Module) -> None:
+        """Answers that tensors gave: all names, values of those that are no state of the module, whether they require a gradient."""
+        for sub in observer.all_tensors.values():
+            self.guards.add(ATTRIBUTE, Names(sub), "unchanged", True, self._name(sub, "parameters"))
+        state = {id(t) for t in (*module.parameters(), *module.buffers())}
+        for tensor in observer.plain_tensors.values() if observer.takes_values else ():
+            if id(tensor) not in state and tensor.numel() <= _LARGEST:
+                self.guards.add(ATTRIBUTE, Value(tensor), "unchanged", True, "the value of a tensor")
+        names = {id(p): name for name, p in module.named_parameters()}
+        for tensor, known in observer.modes_of_grad.values():
+            self.guards.add(
+                ATTRIBUTE, tensor, "requires_grad", known, f"{names.get(id(tensor), 'a parameter')}.requires_grad"
+            )
 
     def members(self, value: Any, name: str) -> None:
         """All attributes of a thing whose reads cannot be noted."""
-        for key, part in list(vars(value).items())[:_MEMBERS]:
-            if isinstance(part, _VALUES) and not key.startswith("__"):
-                if isinstance(value, type):
-                    self.value(ATTRIBUTE, value, key, part, f"{name}.{key}")
-                else:
-                    self.value(ITEM, vars(value), key, part, f"{name}.{key}")
+        of_class = isinstance(value, type)
+        owners = users_classes(value) if of_class else [value]
+        for key, part in [item for owner in owners for item in vars(owner).items()][:_MEMBERS]:
+            if not of_class:
+                self.value(ITEM, vars(value), key, part, f"{name}.{key}")
+            elif isinstance(part, _VALUES) and not key.startswith("__"):
+                self.value(ATTRIBUTE, value, key, getattr(value, key), f"{name}.{key}")
 
     def functions_in(self, value: Any, depth: int = 0) -> None:
         """Follows functions to what they read outside of themselves."""
-        if isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.functions_in(part, depth)
-        elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
-            self.functions_in(value.__func__, depth)
-        elif isinstance(value, property):
-            self.functions_in(value.fget, depth)
-        elif isinstance(value, types.FunctionType):
-            self.code(value, value.__code__)
+        if isinstance(value, types.FunctionType):
+            if not self.code(value):
+                return
         elif isinstance(value, (list, tuple, dict)) and depth < DEEPEST and len(value) <= _MEMBERS:
             for part in value.values() if isinstance(value, dict) else value:
                 self.functions_in(part, depth + 1)
-        elif isinstance(value, PLAIN):
             return
-        elif isinstance(
-            wrapped := inspect.getattr_static(value, "__wrapped__", None), types.FunctionType
-        ):  # the function that functools.lru_cache wraps
-            self.functions_in(wrapped, depth)
-        elif isinstance(value, types.SimpleNamespace) or (isinstance(value, type) and _is_users_class(value)):
-            self.members(value, getattr(value, "__name__", "SimpleNamespace"))
-        elif _is_object(value):
+        elif isinstance(value, (*PLAIN, Tensor, nn.Module)):
+            return
+        elif isinstance(value, functools.partial):
+            self.guards.add(
+                ATTRIBUTE, value, "args", value.args, "the arguments of a partial function", self.containers
+            )
+            for key, part in value.keywords.items():
+                self.guards.add(ITEM, value.keywords, key, part, key, self.containers)
+        elif isinstance(value, type):
+            if is_users_class(value) and not issubclass(value, nn.Module):
+                self.members(value, value.__name__)
+            if issubclass(value, torch.autograd.Function):
+                self.functions_in([part for c in users_classes(value) for part in vars(c).values()])
+            return
+        elif is_object(value):
             self.functions_in(inspect.getattr_static(type(value), "__call__", None), depth)
+        for part in functions_behind(value):
+            if part is not value:
+                self.functions_in(part, depth)
 
-    def code(self, function: types.FunctionType, code: types.CodeType) -> None:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        if (code, id(function.__globals__), *map(id, cells.values())) in self._codes or not _is_users(code):
-            return
-        self._codes.add((code, id(function.__globals__), *map(id, cells.values())))
-        for name, chain in instructions_of(code).outer_reads():
-            with contextlib.suppress(ValueError):  # an empty cell
-                if name in cells:
-                    value = cells[name].cell_contents
-                    if name != "__class__":
-                        self.value(CELL, cells[name], name, value, name)
-                elif name in function.__globals__:
-                    value = function.__globals__[name]
-                    if not isinstance(value, types.ModuleType):
-                        self.value(ITEM, function.__globals__, name, value, name)
-                else:
-                    continue
-                self.chain(value, chain, name)
-        for part in code.co_consts:
-            if isinstance(part, types.CodeType):
-                self.code(function, part)
+    def code(self, function: types.FunctionType) -> bool:
+        """Returns whether the function was not followed before."""
+        cells = map(id, function.__closure__ or ())
+        known = (function.__code__, id(function.__globals__), *cells)
+        if known in self._codes:
+            return False
+        self._codes.add(known)
+        if not is_users(function.__code__):
+            return True
+        self._class_names |= class_reads(function)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if not all(isinstance(x, PLAIN) for x in defaults):  # held for what is in them
+            self.guards.add(
+                ITEM, {"defaults": defaults}, "defaults", defaults, f"{function.__name__}.__defaults__", self.containers
+            )
+        for holder, name, value, chain in outer_reads(function):
+            if isinstance(holder, types.CellType):
+                if name != "__class__":
+                    self.value(CELL, holder, name, value, name)
+            elif holder is not None and not isinstance(value, types.ModuleType):
+                self.value(ITEM, holder, name, value, name)
+            self.chain(value, chain, name)
+        return True
 
     def chain(self, value: Any, chain: tuple[str, ...], name: str) -> None:
         """Follows the attributes that are read one after the other."""
         for key in chain:
             name = f"{name}.{key}"
             if isinstance(value, types.ModuleType):
-                file = getattr(value, "__file__", None)
-                if file is None or file.startswith(_LIBRARY_FOLDERS) or key not in vars(value):
+                if not is_users_module(value) or key not in vars(value):
                     return
                 found = vars(value)[key]
                 if not isinstance(found, types.ModuleType):
                     self.value(ITEM, vars(value), key, found, name)
-            elif _is_object(value) or (isinstance(value, type) and _is_users_class(value)):
+            elif is_object(value) or (isinstance(value, type) and is_users_class(value)):
                 self.read(value, key)
                 found = inspect.getattr_static(value, key, None)
+            elif isinstance(value, types.FunctionType) and key in vars(value):
+                found = vars(value)[key]
+                self.value(ITEM, vars(value), key, found, name)
             else:
                 return
             value = found
-        if _is_object(value) and isinstance(getattr(value, "__dict__", None), dict) and not chain:
-            self.members(value, name)
+
+    def other_module(self, sub: nn.Module) -> None:
+        """A module that the forward calls and that is no part of the one that is captured."""
+        self.hooks_of(sub)
+        self.parts_of(sub)
+        self.forward(sub, own=True)
+        if "training" in sub.__dict__:
+            self.guards.add(ITEM, sub.__dict__, "training", sub.training, self._name(sub, "training"))
+
+    def hooks_of(self, sub: nn.Module) -> None:
+        for key in _HOOKS:
+            hooks = sub.__dict__.get(key)
+            if isinstance(hooks, dict):
+                self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
 
     def hooks(self, module: nn.Module, with_root: bool) -> None:
         for sub in module.modules():
-            for key in _HOOKS if sub is not module or with_root else ():
-                hooks = sub.__dict__.get(key)
-                if isinstance(hooks, dict):
-                    self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
+            if sub is not module or with_root:
+                self.hooks_of(sub)
         of_all = HooksOfAllModules()
         self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
+        self.guards.add(ATTRIBUTE, Settings(), "dtype", torch.get_default_dtype(), "torch.get_default_dtype()")
 
     def parts(self, module: nn.Module) -> None:
         """Which modules a module has, and their classes. A transformed one looks itself (`Tree`)."""
         self.guards.add_classes(module)
         for sub in module.modules():
-            if isinstance(parts := sub.__dict__.get("_modules"), dict):  # a scripted module's stays
-                self.guards.add(ITEM, sub.__dict__, "_modules", parts, self._name(sub, "modules"), self.containers)
+            self.parts_of(sub)
+
+    def parts_of(self, sub: nn.Module) -> None:
+        if isinstance(parts := sub.__dict__.get("_modules"), dict):  # a scripted module's stays
+            self.guards.add(ITEM, sub.__dict__, "_modules", parts, self._name(sub, "modules"), self.containers)
 
     def forward(self, sub: nn.Module, own: bool) -> None:
         name = self._name(sub, "forward")
@@ -310,19 +471,11 @@ class _Resolver:
             self.value(ATTRIBUTE, type(sub), "forward", getattr(type(sub), "forward", None), name)
 
 
-_MISSING = object()
 _PLAIN_READS = (object.__getattribute__, nn.Module.__getattribute__)
 
 
 def _has_getattr(cls: type) -> bool:
     return any("__getattr__" in vars(c) for c in cls.__mro__ if c is not nn.Module)
-
-
-def _is_users_class(cls: type) -> bool:
-    if cls.__module__.partition(".")[0] in _LIBRARIES or issubclass(cls, (nn.Module, Tensor)):
-        return False
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return file is None or not file.startswith(_LIBRARY_FOLDERS)
 
 
 def guards_of(
@@ -331,10 +484,19 @@ def guards_of(
     written: set[tuple[int, Any]],
     forward: Callable[..., Any] | None,
     parts: bool = False,
+    inputs: list = [],  # noqa: B006 (never written)
+    made_once: list = [],  # noqa: B006 (never written)
 ) -> Guards:
     """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
-    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too."""
+    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too.
+    `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads."""
     make = _Resolver(module, written)
+    for key, owner in observer.iterators.items():
+        raise Error(
+            f"the forward reads the iterator '{make._name(owner, key)}', and a graph has the value that it gave at the capture",
+            kind=ErrorKind.Capture,
+            remedy="take its next value where the model is called, and pass it as an input",
+        )
     make.hooks(module, with_root=forward is None)
     for sub in module.modules():
         make.forward(sub, own=sub is not module or forward is None)
@@ -342,9 +504,23 @@ def guards_of(
         make.parts(module)
     if forward is not None:
         make.functions_in(forward)
+    for part in inputs:
+        make.functions_in(part)
+    others = {id(o): o for o in observer.reads.values() if isinstance(o, nn.Module) and id(o) not in make.names}
+    for sub in others.values():
+        make.other_module(sub)
+    classes = {type(sub) for sub in (*module.modules(), *others.values())} | observer.classes
+    for part in [part for cls in classes for part in parts_of_class(cls)]:
+        make.functions_in(part)
+    for value in observer.unnoted.values():
+        make.members(value, type(value).__name__)
     for (_, key), owner in observer.reads.items():
         if key != "forward":
             make.read(owner, key)
+    make.class_attributes(classes)
+    make.tensors(observer, module)
+    for change in made_once:
+        make.guards.add_made_once(change)
     for inner in observer.inner:
         make.guards.include(inner)
     make.guards.mode_line = make.guards.mode_line or observer.mode_line

@@ -4,11 +4,12 @@ them), and the restoring of the module after a capture. Modules that a capture r
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import reprlib
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from operator import is_
 from typing import Any, Iterator, NamedTuple
 
@@ -19,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
 from .._trees import PLAIN, holds_tensors
+from .guards import MISSING
+from .outer_values import is_object, is_users_class
 
-MISSING = object()  # in a slot that is not there
 _MOST = 10_000  # entries of a table; a larger one is data
 _DEEPEST = 4
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # others look after these
@@ -143,6 +145,31 @@ def tables(module: nn.Module) -> list[Table]:
     return found
 
 
+_PLAIN_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, np.ndarray)
+
+
+def input_tables(args: tuple, kwargs: dict) -> list[Table]:
+    """Returns the tables of lists, dicts, arrays and objects of the user's that a forward is given."""
+    found: list[Table] = []
+    for name, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+        parts = value if type(value) is tuple else (value,)
+        for part in parts:
+            if type(part) in _PLAIN_CONTAINERS or (is_object(part) and is_users_class(type(part))):
+                _walk(name, part, 1, found, set())
+    return found
+
+
+def written_input(tables: list[Table]) -> str:
+    """Returns the name of a slot of these that the forward has written, and puts all of them back. Empty: there is none."""
+    name = ""
+    for table in tables:
+        for key, before, now in list(table.differences()):
+            table.put(key, before)
+            if not (isinstance(before, PLAIN) and type(now) is type(before) and now == before):
+                name = name or table.slot(key)
+    return name
+
+
 class Change(NamedTuple):
     """`key` of `table`, called `name` from the root, was `before` and is `now`. `computed`: autograd made `now` of inputs."""
 
@@ -171,6 +198,13 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
                     kind=ErrorKind.InvalidState,
                     remedy="call the model once, lazy layers take their shapes from the first input",
                 )
+        of_all = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
+        if of_all and sub is not module:
+            raise Error(
+                f"there are backward hooks of all modules, which a graph would not call for module '{name}' ({type(sub).__name__})",
+                kind=ErrorKind.Capture,
+                remedy="remove them (the handle's remove()), hook parameters or the model's output",
+            )
         if (sub._backward_hooks or sub._backward_pre_hooks) and (sub is not module or with_root):
             raise Error(
                 f"module '{name}' ({type(sub).__name__}) has backward hooks, which a graph would not call",
@@ -216,6 +250,12 @@ class ModuleStateGuard:
         self.random = random.getstate()
         self.numpy = getattr(sys.modules.get("numpy"), "random", None)
         self.numpy_state = self.numpy.get_state() if self.numpy else None
+        self.generators = [
+            (_full(name, key), value, copy.deepcopy(value))
+            for name, sub in module.named_modules()
+            for key, value in sub.__dict__.items()
+            if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
+        ]
 
     def tensors(self) -> list[tuple[str, Tensor, Tensor]]:
         """Tensors outside of parameters and buffers that were re-assigned: (name, old, new). The old ones, and buffers that
@@ -309,12 +349,25 @@ class ModuleStateGuard:
         if self.numpy and not _same(self.numpy.get_state(), self.numpy_state):
             self.numpy.set_state(self.numpy_state)
             drawn.append("NumPy's random")
+        for name, generator, before in self.generators:
+            if pickle.dumps(generator) != pickle.dumps(before):
+                _set_generator(generator, copy.deepcopy(before))
+                drawn.append(f"the '{name}'")
         for generator in drawn:
             note = f"the forward draws from {generator} generator: what follows from it is the same in every run of the graph"
             notes.append(note)
             if warn:
                 warnings.warn(f"{note}. Draw with torch to have it drawn in every run.", stacklevel=2)
         return notes
+
+
+def _set_generator(generator: Any, to: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(to.getstate())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = to.bit_generator.state
+    else:
+        generator.set_state(to.get_state())
 
 
 def _same(a: tuple, b: tuple) -> bool:

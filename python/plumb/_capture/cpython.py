@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dis
+import itertools
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -29,6 +30,7 @@ _JOINED = {  # since 3.13
     "LOAD_FAST_BORROW_LOAD_FAST_BORROW": ("LOAD_FAST", "LOAD_FAST"),
 }
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL")
+_OUTER = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Instruction(NamedTuple):
@@ -134,18 +136,65 @@ class Code:
         return False
 
     def outer_reads(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Returns names that the code reads from outside of itself (globals, cells), each with the attributes that
-        follow it: N of ``N``, C and ("sizes", "width") of ``C.sizes.width``."""
+        """Returns names that the code reads from outside of itself (globals, cells, modules that it imports), each with the
+        attributes that follow it: N of ``N``, C and ("sizes", "width") of ``C.sizes.width``, "import a" and ("N",) of ``from a
+        import N``. A local variable that is another name for one of these counts as that one."""
         found: dict[tuple[str, tuple[str, ...]], None] = {}
+        aliases: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+        imported = ""
+
+        def add(start: int, origins: list[tuple[str, tuple[str, ...]]]) -> None:
+            end = start
+            while end < len(self.instructions) and self.instructions[end].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                end += 1
+            chain = tuple(i.argval for i in self.instructions[start:end])
+            reads = [(name, before + chain) for name, before in origins]
+            found.update(dict.fromkeys(reads))
+            if end < len(self.instructions) and self.instructions[end].opname in _STORES:
+                known = aliases.setdefault(self.instructions[end].argval, [])
+                known += [read for read in reads if read not in known]
+
         for n, i in enumerate(self.instructions):
-            if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"):
-                chain = []
-                for following in self.instructions[n + 1 :]:
-                    if following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                        break
-                    chain.append(following.argval)
-                found[i.argval, tuple(chain)] = None
+            if i.opname in _OUTER:
+                add(n + 1, [(i.argval, ())])
+            elif i.opname == "IMPORT_NAME":
+                level, names = (before.argval for before in self.instructions[n - 2 : n])
+                name = "import " + "." * (level or 0) + i.argval
+                if names:  # each is taken by an IMPORT_FROM
+                    imported = name
+                elif n + 1 < len(self.instructions) and self.instructions[n + 1].opname == "IMPORT_FROM":
+                    imported = name.rpartition(".")[0]  # import a.b as c
+                else:
+                    imported = ""
+                    add(n + 1, [(name.partition(".")[0] if not level else name, ())])
+            elif i.opname == "IMPORT_FROM" and imported:
+                rest = itertools.takewhile(lambda x: x.opname in ("SWAP", "ROT_TWO", "POP_TOP"), self.instructions[n + 1 :])
+                add(n + 1 + len(list(rest)), [(imported, (i.argval,))])
+            if i.opname in ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_GLOBAL") and i.argval in aliases:
+                add(n + 1, list(aliases[i.argval]))
         return list(found)
+
+    def class_reads(self) -> set[str]:
+        """Returns names of the attributes that the code reads from a class: of ``super()``, ``type(x)``, ``x.__class__`` or its parameter
+        `cls`."""
+        names = set()
+        for n, i in enumerate(self.instructions[:-1]):
+            following = self.instructions[n + 1 : n + 8]
+            if (i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval == "__class__") or (
+                i.opname == "LOAD_FAST" and i.argval == "cls"
+            ):
+                read = following[0]
+            elif i.opname in ("LOAD_GLOBAL", "LOAD_NAME") and i.argval in ("super", "type"):
+                calls = [m for m, f in enumerate(following[:-1]) if f.opname.startswith("CALL")]
+                opened = [f for f in following if f.opname == "LOAD_SUPER_ATTR"]
+                if not calls and not opened:
+                    continue
+                read = opened[0] if opened else following[calls[0] + 1]
+            else:
+                continue
+            if read.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                names.add(read.argval)
+        return names
 
     def asks_for_emptiness(self, n: int) -> bool:
         """Returns whether the size that instruction n reads is only compared with zero."""

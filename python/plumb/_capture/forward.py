@@ -19,6 +19,7 @@ from .._exported import capture_dynamic
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, state_of
 from .._trees import (
+    PLAIN,
     children,
     flatten_inputs,
     flatten_output,
@@ -32,12 +33,12 @@ from .._unit_scaled import is_marked, mark_state_dict
 from ..parameter import tell_engine
 from . import torch_patches
 from .attribute_reads import Observer, guards_of, observed
-from .attribute_writes import Change, ModuleStateGuard, refuse_modules
+from .attribute_writes import MISSING, Change, ModuleStateGuard, input_tables, refuse_modules, written_input
 from .call_sites import here
 from .custom_functions import opaque_functions
 from .guards import Guards, enabled_autocast
 from .left_tensors import LeftTensors
-from .next_call import path_in_any_mode, refuse_other_paths, watched
+from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
 from .replacements import replaced
 from .tensor_reads import is_check, watched_grad_mode, watched_tensors
 from .torch_patches import INSIDE
@@ -104,6 +105,7 @@ class _Forward:
         self.asks_grad_mode: list[str] = []  # lines
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
+        self.plain_inputs = [x for x in self.leaves if not isinstance(x, Tensor)]
         self.in_spec = _spec_json(self.spec, len(self.leaves))
         self.input_names = _input_names(self.run, args, kwargs)
         self.state = state_of(module)
@@ -123,7 +125,13 @@ class _Forward:
             change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         args, kwargs = unflatten(given, self.spec)
+        tables = input_tables(args, kwargs)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
+        if name := written_input(tables):
+            _C.refuse(
+                f"the forward writes into its input ({name}), and a graph gives back what it returns alone",
+                "let the forward return what it writes, or write it where the model is called",
+            )
         self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
         outputs = [o if isinstance(o, Tensor) else None for o in output]
         self.left = LeftTensors(self.state_guard.tables)
@@ -143,6 +151,7 @@ class _Forward:
             if now is not None and now is not old:
                 changed.append((name, now))
                 buffers[leaf] = old
+                self.state_guard.written.add((id(buffers), leaf))
         return changed
 
     def attributes_after(self) -> list[tuple[str, Tensor, Tensor]]:
@@ -160,6 +169,7 @@ class _Forward:
             self.state_guard = ModuleStateGuard(self.module)
             if self.observer is None:  # the first capture's reads are those of the graph
                 self.observer = stack.enter_context(observed())
+                self.observer.begin(self.module, self.run, self.plain_inputs)
             stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
             stack.enter_context(torch_patches.module_stack(self.module))
             stack.enter_context(torch_patches.refused_seeds())
@@ -188,6 +198,7 @@ class Captured(NamedTuple):
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
     guards: Callable[..., Guards]  # makes those of what the forward read, when the module is as it is to be again
     left: LeftTensors  # what the graph returns behind its outputs, if the forward was given
+    written: set[tuple[int, Any]]  # (id of a dict or container, key) of what the forward has changed
 
     def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
         """`leaves`: the inputs of the capture."""
@@ -254,6 +265,7 @@ def capture_engine(
         with traced(), watched(changes) as reads:
             all_notes += refuse_other_paths(changes, kept, engine, capture_again, reads)
         left.compare(request.left)
+    made_once = _made_once(changes, reads if changes or kept else [], every_table=forward is not None)
     for parameter in module.parameters():
         tell_engine(parameter)
     if calls is not None:
@@ -262,11 +274,25 @@ def capture_engine(
 
     def guards(parts: bool = False) -> Guards:
         with _capture_lock:  # another capture has its own functions in torch's places
-            return guards_of(request.observer, module, written, forward, parts)
+            return guards_of(request.observer, module, written, forward, parts, request.plain_inputs, made_once)
 
     return Captured(
-        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left
+        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left, written
     )
+
+
+def _made_once(changes: list[Change], reads: list[Read], every_table: bool) -> list[Change]:
+    """Returns changes of slots that the forward reads besides: it fills them where they are empty. `every_table`: also those of dicts
+    and lists whose reads nobody notes."""
+    read = {r.name for r in reads}
+    return [
+        c
+        for c in changes
+        if isinstance(c.now, PLAIN)
+        and (c.before is MISSING or isinstance(c.before, PLAIN))
+        and c.key is not None
+        and (c.name in read if c.table.module is not None else every_table)
+    ]
 
 
 def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: Any) -> bool:
@@ -332,6 +358,7 @@ def capture(
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
     guards = captured.guards(parts=True)
     guards.add_parameters(module)
+    guards.add_buffers(module, captured.written)
     guards.end_with(module)
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""

@@ -5,9 +5,12 @@ attribute_reads.py makes them. docs/differences.md says what is not followed.
 
 from __future__ import annotations
 
+import array
+import gc
+import types
 import weakref
 from collections import OrderedDict, deque
-from typing import Any
+from typing import Any, Collection
 
 import numpy as np
 import torch
@@ -24,6 +27,9 @@ DEEPEST = 4  # containers in containers
 _MOST = 10_000  # entries of a container; a larger one is data, of which only the identity is held
 
 
+MISSING = object()  # in a slot that is not there
+
+
 class _Same:
     """An object that only equals itself."""
 
@@ -38,43 +44,72 @@ class _Same:
     __hash__ = None
 
 
-def _frozen(value: Any, depth: int = 0) -> Any:
-    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by id."""
+_BYTES = (bytearray, array.array)
+
+
+def _inside(value: Any) -> Any:
+    """Returns the dict that a types.MappingProxyType shows; any other value as it is."""
+    return gc.get_referents(value)[0] if isinstance(value, types.MappingProxyType) else value
+
+
+def _is_followed(value: Any, depth: int) -> bool:
+    """Returns whether a value is a container whose contents are held."""
+    return depth < DEEPEST and isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= _MOST
+
+
+def _frozen(value: Any, depth: int = 0, skipped: Collection[int] = ()) -> Any:
+    """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by id.
+    `skipped`: ids of containers whose contents are not held."""
     if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
         return hashed(value)
-    if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST:
+    if isinstance(value, _BYTES) and len(value) <= _MOST:
+        return type(value), bytes(value)
+    value = _inside(value)
+    if id(value) in skipped or not _is_followed(value, depth):
         return _Same(value)
     if isinstance(value, dict):
-        return type(value), [(_frozen(k, depth + 1), _frozen(v, depth + 1)) for k, v in value.items()]
+        return type(value), [(_frozen(k, depth + 1, skipped), _frozen(v, depth + 1, skipped)) for k, v in value.items()]
     if isinstance(value, (set, frozenset)):
-        return type(value), set(value)
-    return type(value), [_frozen(v, depth + 1) for v in value]
+        return type(value), set(value), sorted(type(v).__name__ for v in value)  # 1, 1.0 and True are equal
+    return type(value), [_frozen(v, depth + 1, skipped) for v in value]
 
 
-def _contents(value: Any, found: list, depth: int = 0) -> list:
-    """Containers in `value` that can be written, each followed by the objects in it, arrays of NumPy by their bytes."""
+def _contents(value: Any, found: list, depth: int = 0, seen: dict[int, int] | None = None) -> list:
+    """Containers in `value` that can be written, each followed by the objects in it, arrays by their bytes."""
+    seen = {} if seen is None else seen  # depths by id: a list of one row many times has that row once
     if isinstance(value, np.ndarray) and value.size <= _MOST:
         found += [value, value.tobytes()]
-    if depth >= DEEPEST or not isinstance(value, (list, tuple, dict, set, deque)) or len(value) > _MOST:
+    elif isinstance(value, _BYTES) and len(value) <= _MOST:
+        found += [value, bytes(value)]
+    value = _inside(value)
+    if isinstance(value, frozenset) or not _is_followed(value, depth) or seen.get(id(value), DEEPEST) <= depth:
         return found
+    seen[id(value)] = depth
     parts = [x for item in value.items() for x in item] if isinstance(value, dict) else list(value)
-    if not isinstance(value, tuple):
+    if isinstance(value, OrderedDict) and len(value) > 1:  # whose order bindings/guards.cpp does not see
+        found += [value, ()]
+    elif not isinstance(value, tuple):
         found += [value, tuple(parts)]
     for part in parts:
-        _contents(part, found, depth + 1)
+        _contents(part, found, depth + 1, seen)
     return found
 
 
-class _Parameters:
-    """Which tensors the parameters of a module are. It keeps none of them."""
+def containers_in(value: Any) -> list[Any]:
+    """Returns the containers in `value` that can be written, itself among them."""
+    return _contents(value, [])[::2]
 
-    def __init__(self, module: nn.Module):
+
+class _Tensors:
+    """Which tensors the parameters, or the buffers, of a module are: `tables` of each of its parts. It keeps none of them."""
+
+    def __init__(self, tables: list[tuple[str, Any]], left_out: Collection[tuple[int, Any]] = ()):
         self.known = [
-            (sub._parameters, key, id(p), p.device, f"{path}.{key}" if path else key)
-            for path, sub in module.named_modules()
-            if isinstance(sub._parameters, dict)  # not of a scripted module
-            for key, p in sub._parameters.items()
-            if p is not None
+            (table, key, id(p), p.device, f"{path}.{key}" if path else key)
+            for path, table in tables
+            if isinstance(table, dict)  # not of a scripted module
+            for key, p in table.items()
+            if p is not None and (id(table), key) not in left_out
         ]
 
     @property
@@ -85,6 +120,42 @@ class _Parameters:
             if p is None or (id(p) != known and p.device == device):
                 return name
         return None
+
+
+class _Tied:
+    """Names of a module's tensors of which several are of one tensor, which the graph has once."""
+
+    def __init__(self, slots: list[tuple[dict, str, str, Tensor]]):
+        first: dict[int, tuple[dict, str, str, Tensor]] = {}
+        self._pairs = []
+        for slot in slots:
+            known = first.setdefault(id(slot[3]), slot)
+            if (id(known[0]), known[1]) != (id(slot[0]), slot[1]):
+                self._pairs.append((known[0], known[1], *slot[:3]))
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    @property
+    def other(self) -> str | None:
+        """The name of one that has a tensor of its own now."""
+        for table, key, other, leaf, name in self._pairs:
+            if table.get(key) is not other.get(leaf):
+                return name
+        return None
+
+
+class _MadeOnce:
+    """A slot of a table that the forward fills where it is empty: it holds what was there before, or what the forward makes."""
+
+    def __init__(self, table: Any, key: Any, values: tuple):
+        self._table, self._key, self._values = table, key, [_frozen(v) for v in values]
+
+    @property
+    def unchanged(self) -> bool:
+        live = self._table
+        there = self._key in live if isinstance(live, dict) else self._key < len(live)
+        return _frozen(live[self._key] if there else MISSING) in self._values
 
 
 class _Classes:
@@ -124,9 +195,10 @@ class Guards:
         self._known.add((kind, id(holder), key))
         follows = kind in (ITEM, ATTRIBUTE, CELL)
         contents = _contents(expected, []) if follows else []
-        follows = follows and not any(id(c) in skipped for c in contents[::2])
-        self.entries.append((kind, holder, key, expected, tuple(contents) if follows else ()))
-        self._frozen.append(_frozen(expected) if follows else _Same(expected))
+        pairs = zip(contents[::2], contents[1::2])
+        held = [x for pair in pairs if id(pair[0]) not in skipped for x in pair]
+        self.entries.append((kind, holder, key, expected, tuple(held)))
+        self._frozen.append(_frozen(expected, 0, skipped) if follows else _Same(expected))
         self.names.append(name)
         return True
 
@@ -146,10 +218,23 @@ class Guards:
             tensor = table[key] if key in table else None
             if isinstance(table, dict) and isinstance(tensor, Tensor):
                 self.add(TENSOR, table, key, (tensor.dtype, tensor.device, tensor.shape), name)
+        if tied := _Tied([slot for slot in slots if isinstance(slot[0], dict)]):
+            self.add(ATTRIBUTE, tied, "other", None, "")
 
     def add_parameters(self, module: nn.Module) -> None:
         """Adds which tensors the module's parameters are. A module that is moved to another device gets new ones."""
-        self.add(ATTRIBUTE, _Parameters(module), "other", None, "")
+        tables = [(path, sub._parameters) for path, sub in module.named_modules()]
+        self.add(ATTRIBUTE, _Tensors(tables), "other", None, "")
+
+    def add_made_once(self, change: Any) -> None:
+        """Adds a slot that the forward has changed and that it also reads, a `Change` of attribute_writes.py."""
+        values = (change.before, change.now)
+        self.add(ATTRIBUTE, _MadeOnce(change.table.live, change.key, values), "unchanged", True, change.name)
+
+    def add_buffers(self, module: nn.Module, written: set[tuple[int, Any]]) -> None:
+        """Adds which tensors the module's buffers are. `written`: (id of a table, key) of those that the forward replaces."""
+        tables = [(path, sub._buffers) for path, sub in module.named_modules()]
+        self.add(ATTRIBUTE, _Tensors(tables, written), "other", None, "")
 
     def add_classes(self, module: nn.Module) -> None:
         """Adds the classes of the module and its parts."""
@@ -239,6 +324,7 @@ class Tree:
         modules = list(root.modules())
         self.keyed = [m for m in modules if hasattr(type(m), "graph_key")]
         self._tables = [m.__dict__ for m in modules]
+        self._scripted = [m for m in modules if isinstance(m, torch.jit.ScriptModule)]  # whose modes are C++'s
         self._guards = Guards()
         for m in modules:
             self._guards.add(TYPE, m, None, type(m), "")
@@ -250,4 +336,4 @@ class Tree:
 
     def modes(self) -> tuple:
         modes = _C.modes_of(self._tables, "training")
-        return (modes, *[m.graph_key() for m in self.keyed])
+        return (modes, *[m.graph_key() for m in self.keyed], *[m.training for m in self._scripted])

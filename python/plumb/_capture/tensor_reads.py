@@ -8,16 +8,19 @@ from types import FrameType
 from typing import Any, Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
+from .attribute_reads import note_requires_grad, note_value
 from .cpython import past_modes, running
 from .torch_patches import INSIDE, patched
+
+_VALUES = ("item", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")  # that Python takes out of a tensor
 
 
 def is_check() -> bool:
     """Returns whether the caller branches on the tensor only to raise an exception in one of the branches."""
-    found = running(past_modes(sys._getframe(1)))
+    found = running(_reader())
     return found is not None and found[0].decides_a_raise(found[1])
 
 
@@ -46,6 +49,8 @@ def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
 
     def ask(self: Tensor) -> bool:
         known = torch._C.TensorBase.requires_grad.__get__(self)
+        if isinstance(self, nn.Parameter) and _C.is_capturing() and not _reader().f_code.co_filename.startswith(INSIDE):
+            note_requires_grad(self, known)
         if not known or not _C.is_capturing() or _reader().f_code.co_filename.startswith(INSIDE):
             return known
         return _C.requires_grad_as_given(self, guarded)
@@ -75,6 +80,16 @@ def _set_data(self: Tensor, value: Any) -> None:
         torch._C.TensorBase.data.__set__(self, value)
 
 
+def _taken(read: Callable[..., Any]) -> Callable[..., Any]:
+    def take(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_capturing() and not _C.is_computed(self):
+            note_value()
+        return read(self, *args, **kwargs)
+
+    return take
+
+
+@_taken
 def _tolist(self: Tensor) -> Any:
     known = _C.guard_values(self)
     return torch._C.TensorBase.tolist(self if known is None else known)
@@ -119,5 +134,6 @@ def watched_tensors(one_graph: bool) -> Iterator[None]:
     watches["shape"] = property(_watched(base.shape.__get__))
     watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
     watches["data"] = property(base.data.__get__, _set_data)
+    watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
     with patched(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
         yield

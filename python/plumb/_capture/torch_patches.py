@@ -61,13 +61,16 @@ def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
 
 
+_KINDS_OF_HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
 class HooksOfAllModules:
     """The hooks that torch calls for every module, but those of captures: another thread may have one at work."""
 
     @property
     def now(self) -> tuple:
         torch_module = nn.modules.module
-        tables = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+        tables = [getattr(torch_module, f"_global_{kind}_hooks") for kind in _KINDS_OF_HOOKS]
         return tuple(item for table in tables for item in list(table.items()) if not hasattr(item[1], "of_capture"))
 
 

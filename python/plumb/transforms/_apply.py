@@ -16,7 +16,6 @@ from typing import Any, Callable, ContextManager, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._capture.attribute_reads import include
@@ -161,7 +160,7 @@ class TransformedForward:
     ) -> CapturedGraph:
         found: list = []
         replace = Replacements({k: v for p in self.passes for k, v in p.replace.items()})
-        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left = capture_engine(
+        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left, _ = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -355,6 +354,19 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
 _COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attribute that holds it
 
 
+def _leaves(kept: Any) -> list[Any]:
+    """Returns what is in nested lists, tuples and dicts, which may hold each other."""
+    leaves, left, seen = [], [kept], set()
+    while left:
+        value = left.pop()
+        if not isinstance(value, (list, tuple, dict)):
+            leaves.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return leaves
+
+
 def copy_module(module: nn.Module) -> nn.Module:
     """Returns a deep copy, of modules too that keep what torch does not copy: results of their last forward (features
     of a hook, pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
@@ -363,7 +375,7 @@ def copy_module(module: nn.Module) -> nn.Module:
         for key, kept in sub.__dict__.items():
             if not isinstance(kept, (Tensor, list, tuple, dict, torch.jit.ScriptFunction)):
                 continue
-            for value in pytree.tree_leaves(kept):
+            for value in _leaves(kept):
                 if isinstance(value, torch.jit.ScriptFunction):
                     memo[id(value)] = value
                 elif isinstance(value, Tensor) and not value.is_leaf:
