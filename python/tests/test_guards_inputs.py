@@ -202,6 +202,18 @@ def test_parameters_that_are_added_to_those_that_the_forward_goes_through_are_fo
     )
 
 
+def test_the_attributes_of_a_scripted_part_are_followed():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = 2.0
+
+        def forward(self, x):
+            return x * self.scale
+
+    follows(lambda: nn.Sequential(torch.jit.script(Scales())), lambda m: setattr(m[0], "scale", 5.0))
+
+
 def test_a_transformed_module_has_graphs_for_the_modes_of_a_scripted_part():
     class Drops(nn.Module):
         def __init__(self):

@@ -36,6 +36,7 @@ from .outer_values import (
 from .torch_patches import INSIDE, HooksOfAllModules, patched
 
 _MEMBERS = 200
+_WITHOUT_READS = (Tensor, nn.Module, *PLAIN)  # whose reads need not be noted, or are
 _LARGEST = 10_000  # elements of a tensor whose value is held
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -62,6 +63,7 @@ class Observer:
         self.iterators: dict[str, Any] = {}  # attributes that are iterators, and whose they are
         self._thread = threading.get_ident()
         self._classes: dict[type, Any] = {}
+        self._of_c: set[type] = set()  # classes implemented in C
         self._seen: dict[int, Any] = {}  # objects, which stay as long as their ids are used
 
     def reader(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -92,8 +94,8 @@ class Observer:
         for part in (forward, *inputs):
             self.look_at(part)
         for sub in module.modules():
-            for key in _HOOKS:
-                self.look_at(sub.__dict__.get(key))
+            for hooks in filter(None, map(sub.__dict__.get, _HOOKS)):
+                self.look_at(hooks)
         for cls in {type(sub) for sub in module.modules()}:
             for part in parts_of_class(cls):
                 self.look_at(part)
@@ -104,7 +106,7 @@ class Observer:
         left = [(value, 0)]
         while left:
             value, depth = left.pop()
-            if isinstance(value, (*PLAIN, Tensor, nn.Module)) or id(value) in self._seen:
+            if id(value) in self._seen or isinstance(value, _WITHOUT_READS):
                 if type(value) is Tensor:
                     self.plain_tensors[id(value)] = value
                 continue
@@ -131,17 +133,23 @@ class Observer:
         cls = type(value)
         if cls in self._classes:
             return []
+        if cls in self._of_c:
+            return self._unnoted(value)
         before, parts = cls.__dict__.get("__getattribute__"), parts_of_class(cls)
         try:
             cls.__getattribute__ = self.reader(cls.__getattribute__)
         except (TypeError, AttributeError):  # a class implemented in C
-            own = getattr(value, "__dict__", None)
-            if not isinstance(own, dict):
-                return []
-            self.unnoted[id(value)] = value
-            return list(own.values())
+            self._of_c.add(cls)
+            return self._unnoted(value)
         self._classes[cls] = before
         return parts
+
+    def _unnoted(self, value: Any) -> list[Any]:
+        own = getattr(value, "__dict__", None)
+        if not isinstance(own, dict):
+            return []
+        self.unnoted[id(value)] = value
+        return list(own.values())
 
     @property
     def classes(self) -> set[type]:
@@ -436,6 +444,13 @@ class _Resolver:
         if "training" in sub.__dict__:
             self.guards.add(ITEM, sub.__dict__, "training", sub.training, self._name(sub, "training"))
 
+    def scripted(self, sub: nn.Module) -> None:
+        """A scripted module, whose reads are C++'s: all of its attributes."""
+        concrete = getattr(sub, "_concrete_type", None)
+        for key in concrete.get_attributes() if concrete is not None else ():
+            if key != "training" and isinstance(value := getattr(sub, key, None), _VALUES):
+                self.value(ATTRIBUTE, sub, key, value, self._name(sub, key))
+
     def hooks_of(self, sub: nn.Module) -> None:
         for key in _HOOKS:
             hooks = sub.__dict__.get(key)
@@ -500,6 +515,8 @@ def guards_of(
     make.hooks(module, with_root=forward is None)
     for sub in module.modules():
         make.forward(sub, own=sub is not module or forward is None)
+        if isinstance(sub, torch.jit.ScriptModule):
+            make.scripted(sub)
     if parts:
         make.parts(module)
     if forward is not None:

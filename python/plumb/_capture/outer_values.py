@@ -142,7 +142,7 @@ def is_object(value: Any) -> bool:
     cls = type(value)
     if isinstance(value, (*PLAIN, *FUNCTIONS, type, nn.Module, Tensor, types.ModuleType)) or cls in CONTAINERS:
         return False
-    if isinstance(value, CONTAINERS) and not hasattr(value, "__dict__"):
+    if isinstance(value, CONTAINERS) and (cls.__module__ == "collections" or not hasattr(value, "__dict__")):
         return False
     return not is_of_library(cls.__module__)
 
