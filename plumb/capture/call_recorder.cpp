@@ -11,8 +11,8 @@
 namespace plumb {
 namespace {
 
-// Returns the node that made the tensor. t.grad_fn() would make it anew for a view whose memory was written since, which
-// torch refuses for one that was made without gradients.
+// Returns the node that made the tensor. t.grad_fn() would make it anew for a view whose memory was written since,
+// which torch refuses for one that was made without gradients.
 torch::autograd::Node* node_of(const at::Tensor& t) { return torch::autograd::impl::grad_fn_unsafe(t); }
 
 bool is_custom_function(const at::Tensor& t, std::string& name) {

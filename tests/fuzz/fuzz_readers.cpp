@@ -187,43 +187,6 @@ void run_passes_on(const std::string& text, const std::string&) {
   }
 }
 
-// A graph with something for every pass.
-const char* const kPassText = R"(graph {
-  %x: f32[2, 3, 8] grad = placeholder "x"
-  %targets: i64[6] = placeholder "targets"
-  %w: f32[8, 8] grad = get_attr "w"
-  %b: f32[8] grad = get_attr "b"
-  %c: f32[4, 4] = get_attr "constant_0"
-  %t: f32[8, 8]{1, 8} grad = aten::t(%w)
-  %l: f32[2, 3, 8] grad = aten::matmul(%x, %t)
-  %a: f32[2, 3, 8] grad = aten::add.Tensor(%l, %b)
-  %n: f32[2, 3, 8] grad = aten::mul.Tensor(%a, 2.0)
-  %s: f32[2, 8]{24, 1} grad = aten::select.int(%n, 1, 0)
-  %r: f32[2, 8]{24, 1} grad = aten::mul_.Tensor(%s, 0.5)
-  %q: f32[2, 3, 8] grad = aten::pow.Tensor_Scalar(%n, 2)
-  %v: f32[2, 3, 1] grad = aten::mean.dim(%q, [-1], True)
-  %e: f32[2, 3, 1] grad = aten::add.Tensor(%v, 1e-05)
-  %i: f32[2, 3, 1] grad = aten::rsqrt(%e)
-  %m: f32[2, 3, 8] grad = aten::mul.Tensor(%n, %i)
-  %g: f32[2, 3, 8] grad = aten::sigmoid(%m)
-  %u: f32[2, 3, 8] grad = aten::mul.Tensor(%m, %g)
-  %k: f32[2, 8, 3]{24, 1, 8} grad = aten::transpose.int(%u, -2, -1)
-  %p: f32[2, 3, 3] grad = aten::matmul(%u, %k)
-  %d: f32[2, 3, 3] grad = aten::div.Tensor(%p, 2.0)
-  %z: f32[2, 3, 3] grad = aten::add.Tensor(%d, %d)
-  %f: f32[2, 3, 3] grad = aten::softmax.int(%z, -1)
-  %o: f32[2, 3, 8] grad = aten::matmul(%f, %u)
-  [%c0: f32[2, 4], %c1: f32[2, 4]] = aten::split.Tensor(%c, 2)
-  %k0: f32[4] = aten::arange(4)
-  %k1: f32[2, 4] = aten::mul.Tensor(%c0, %k0)
-  %y: f32[2, 3, 8] grad = aten::linear(%o, %w, %b)
-  %j: f32[6, 8] grad = aten::view(%y, [-1, 8])
-  %loss: f32[] grad = aten::cross_entropy_loss(%j, %targets)
-  %h: f32[2, 3, 8] grad = aten::dropout(%o, 0.5, True)
-  output(%loss, %h, %k1)
-}
-)";
-
 void read_pt2(const std::string&, const std::string& file) {
   ExportedProgram program = load_pt2(file);
   program.module->lint();
@@ -441,7 +404,7 @@ std::vector<Reader> all_readers() {
   return {
       {"pt2", {}, read_pt2, broken_archive, ".pt2"},
       {"graph_text", {to_string(pipe->merge()->graph())}, read_graph, broken_text},
-      {"graph_passes", {kPassText, to_string(pipe->merge()->graph())}, run_passes_on, broken_text},
+      {"graph_passes", {to_string(pipe->merge()->graph())}, run_passes_on, broken_text},
       {"stage_bytes", {serialize_stage(*pipe, 0), serialize_stage(*pipe, 1)}, read_stage, broken_stage},
       {"tree", {pipe->in_spec().to_json(), pipe->out_spec().to_json()}, read_tree, broken_json},
       {"sizes", {}, read_sizes, broken_text},
