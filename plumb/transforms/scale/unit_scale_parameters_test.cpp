@@ -188,6 +188,7 @@ TEST(UnitScale, NamesAComplexParameterAndLeavesWhatItMakesAlone) {
   })",
                                      state));
   const Report& report = scaled->reports.back();
+  ASSERT_TRUE(report.find(ReportKind::LeftAlone, "y"));
   EXPECT_EQ(report.find(ReportKind::LeftAlone, "y")->reason,
             "its weight is computed from c, whose scale is not its own");
   ASSERT_TRUE(report.find(ReportKind::LeftAlone, "c"));
