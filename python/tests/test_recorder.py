@@ -243,7 +243,7 @@ def test_files_of_ranks_are_read_as_one_history(tmp_path):
     alone = plumb.read_history(tmp_path / "run.history.rank1")
     assert alone.tensors[0]["rank"] is None and "rank" not in alone.to_dataframe()
     (tmp_path / "run.history.rank0").unlink()
-    with pytest.raises(plumb.Error, match="none of rank 0"):
+    with pytest.raises(plumb.Error, match="no file of rank 0"):
         plumb.read_history(tmp_path / "run.history")
     with pytest.raises(plumb.Error, match="rank -1"):
         plumb.Recorder(nn.Linear(2, 2), 1, tmp_path / "other", rank=-1)
