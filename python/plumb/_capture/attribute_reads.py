@@ -340,7 +340,7 @@ class _Resolver:
                     self._in_class(cls, key, vars(cls)[key], f"{cls.__name__}.{key}")
 
     def tensors(self, observer: Observer, module: nn.Module) -> None:
-        """Answers that tensors gave: all names, values of those that are no state of the module, whether they require a gradient."""
+        """Holds what tensors returned: all names, values of those that are no state of the module, whether they require a gradient."""
         for sub in observer.all_tensors.values():
             self.guards.add(ATTRIBUTE, Names(sub), "unchanged", True, self._name(sub, "parameters"))
         state = {id(t) for t in (*module.parameters(), *module.buffers())}

@@ -33,11 +33,18 @@ from .._unit_scaled import is_marked, mark_state_dict
 from ..parameter import tell_engine
 from . import torch_patches
 from .attribute_reads import Observer, guards_of, observed
-from .attribute_writes import MISSING, Change, ModuleStateGuard, input_tables, refuse_modules, written_input
+from .attribute_writes import (
+    MISSING,
+    Change,
+    LeftTensors,
+    ModuleStateGuard,
+    input_tables,
+    refuse_modules,
+    written_input,
+)
 from .call_sites import here
 from .custom_functions import opaque_functions
 from .guards import Guards, enabled_autocast
-from .left_tensors import LeftTensors
 from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
 from .replacements import replaced
 from .tensor_reads import is_check, watched_grad_mode, watched_tensors
