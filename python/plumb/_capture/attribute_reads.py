@@ -1,49 +1,172 @@
-"""The attributes, globals and hooks that a forward reads, noted while it is captured (`observed()`), and the guards made of them
-(`guards_of()`)."""
+"""Notes what a Python forward reads while it is captured: attributes of modules and plain objects, and what the user's functions
+read from outside of themselves, which are globals, cells of closures, modules that they import, and functions that others wrap.
+read_guards.py makes guards of it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import io
+import os
 import sys
+import sysconfig
 import threading
 import types
-from typing import Any, Callable, Iterator
+from collections import deque
+from typing import Any, Callable, Iterator, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from .._errors import Error, ErrorKind
 from .._trees import PLAIN
-from .conditions import AbsentOfClass, Asked, Names, Place, Settings, Value
-from .guards import ABSENT, ATTRIBUTE, CELL, DEEPEST, ITEM, MISSING, TENSOR, Guards, containers_in
-from .outer_values import (
-    CONTAINERS,
-    OuterRead,
-    class_reads,
-    functions_behind,
-    is_object,
-    is_users,
-    is_users_class,
-    is_users_module,
-    outer_reads,
-    parts_of_class,
-    users_classes,
-)
-from .torch_patches import INSIDE, HooksOfAllModules, patched
+from .cpython import instructions_of
+from .guards import DEEPEST, Guards
+from .torch_patches import INSIDE, patched
 
-_MEMBERS = 200
+MEMBERS = 200  # the most parts of a container, or attributes of an object, that are looked at
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WITHOUT_READS = (Tensor, nn.Module, *PLAIN)  # whose reads need not be noted, or are
-_LARGEST = 10_000  # elements of a tensor whose value is held
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TABLES = ("_parameters", "_buffers", "_modules")
 _ALL_TENSORS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-_OF_TORCH = frozenset(vars(nn.Module)) - {"forward"}
-_VALUES = (*PLAIN, list, tuple, dict, set, np.ndarray)  # that a guard holds as they are
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.BuiltinMethodType,
+    functools.partial,
+)
+_CONTAINERS = (list, tuple, dict, set, deque)
+_LIBRARY_FOLDERS = tuple(
+    {os.path.realpath(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | set(INSIDE)
+)
+_LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (
+    frozenset(sys.stdlib_module_names) - {"types", "argparse", "collections", "_thread", "__main__"}
+)
+
+
+def is_of_library(module: str) -> bool:
+    """Returns whether a module of this name is torch's, plumb's, NumPy's or Python's, whose objects are no settings."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def is_users(code: types.CodeType) -> bool:
+    return not code.co_filename.startswith(("<frozen", *_LIBRARY_FOLDERS))
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and not file.startswith(_LIBRARY_FOLDERS)
+
+
+def is_users_class(cls: type) -> bool:
+    """Returns whether a class was written by the user, torch's modules among its bases or not."""
+    if is_of_library(cls.__module__) or issubclass(cls, Tensor):
+        return False
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is None or not file.startswith(_LIBRARY_FOLDERS)
+
+
+def users_classes(cls: type) -> list[type]:
+    """Returns the class and its bases, without those of libraries."""
+    return [c for c in cls.__mro__ if is_users_class(c)]
+
+
+class OuterRead(NamedTuple):
+    """`name` is read from `holder`, the dict of a module or a cell; None: it is a module that the code imports. `chain`: the
+    attributes that are read from `value` one after the other."""
+
+    holder: Any
+    name: str
+    value: Any
+    chain: tuple[str, ...]
+
+
+def outer_reads(function: types.FunctionType) -> Iterator[OuterRead]:
+    """Yields what a function, and the functions that it defines, read outside of it."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    codes = [function.__code__]
+    for code in codes:
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+        for name, chain in instructions_of(code).outer_reads():
+            if name.startswith("import "):
+                module = _imported(name.removeprefix("import "), function.__globals__)
+                if module is not None:
+                    yield OuterRead(None, name, module, chain)
+            elif name in cells:
+                if cells[name] != types.CellType():
+                    yield OuterRead(cells[name], name, cells[name].cell_contents, chain)
+            elif name in function.__globals__:
+                yield OuterRead(function.__globals__, name, function.__globals__[name], chain)
+
+
+def class_reads(function: types.FunctionType) -> set[str]:
+    """Returns names that the function, and the functions that it defines, read from classes."""
+    codes, names = [function.__code__], set()
+    for code in codes:
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+        names |= instructions_of(code).class_reads()
+    return names
+
+
+def _imported(name: str, of: dict) -> types.ModuleType | None:
+    package = of.get("__package__") or of.get("__name__", "").rpartition(".")[0]
+    try:
+        return sys.modules.get(importlib.util.resolve_name(name, package))
+    except ImportError:
+        return None
+
+
+def functions_behind(value: Any) -> list[Any]:
+    """Returns what a callable hands its calls to: the parts of a partial function, a method's function and object, the function that a
+    decorator of a library wraps."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, functools.partialmethod):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, types.FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if is_users(value.__code__):
+            return defaults
+        cells = [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
+        inside = [c for c in cells if callable(c) and not isinstance(c, (type, nn.Module))]
+        return [value.__dict__.get("__wrapped__"), *inside, *_registered(value)]
+    wrapped = inspect.getattr_static(value, "__wrapped__", None)  # by functools.lru_cache, torch.compile
+    return [wrapped] if isinstance(wrapped, types.FunctionType) else []
+
+
+def _registered(function: types.FunctionType) -> list[Any]:
+    """Returns the functions of a functools.singledispatch."""
+    registry = function.__dict__.get("registry")
+    return list(registry.values()) if isinstance(registry, types.MappingProxyType) else []
+
+
+def is_object(value: Any) -> bool:
+    """Returns whether it is an object of a user's or a library's class, whose attributes may be settings."""
+    cls = type(value)
+    if isinstance(value, (*PLAIN, *_FUNCTIONS, type, nn.Module, Tensor, types.ModuleType)) or cls in _CONTAINERS:
+        return False
+    if isinstance(value, _CONTAINERS) and (cls.__module__ == "collections" or not hasattr(value, "__dict__")):
+        return False
+    return not is_of_library(cls.__module__)
+
+
+def parts_of_class(cls: type) -> list[Any]:
+    """Returns what is found in a class of the user's without a read of an attribute: functions for operators, calls and loops, and
+    objects such as descriptors."""
+    return [
+        part
+        for c in users_classes(cls)
+        for name, part in vars(c).items()
+        if is_object(part) or (name.startswith("__") and name != "__init__" and isinstance(part, types.FunctionType))
+    ]
 
 
 class Observer:
@@ -57,9 +180,8 @@ class Observer:
         self.all_tensors: dict[int, nn.Module] = {}  # modules that were asked for all of their tensors
         self.plain_tensors: dict[int, Tensor] = {}  # that attributes, globals and closures hold
         self.takes_values = False  # whether values were taken out of tensors that hang on no input
-        self.modes_of_grad: dict[
-            int, tuple[Tensor, bool]
-        ] = {}  # parameters that were asked whether they require a gradient
+        # parameters that were asked whether they require a gradient
+        self.modes_of_grad: dict[int, tuple[Tensor, bool]] = {}
         self.iterators: dict[str, Any] = {}  # attributes that are iterators, and whose they are
         self._thread = threading.get_ident()
         self._classes: dict[type, Any] = {}
@@ -94,7 +216,7 @@ class Observer:
         for part in (forward, *inputs):
             self.look_at(part)
         for sub in module.modules():
-            for hooks in filter(None, map(sub.__dict__.get, _HOOKS)):
+            for hooks in filter(None, map(sub.__dict__.get, HOOKS)):
                 self.look_at(hooks)
         for cls in {type(sub) for sub in module.modules()}:
             for part in parts_of_class(cls):
@@ -113,8 +235,8 @@ class Observer:
             if isinstance(value, types.MethodType):  # another object at every read
                 left += [(value.__func__, 0), (value.__self__, 0)]
                 continue
-            if isinstance(value, CONTAINERS):
-                if depth >= DEEPEST or len(value) > _MEMBERS:
+            if isinstance(value, _CONTAINERS):
+                if depth >= DEEPEST or len(value) > MEMBERS:
                     continue
                 left += [(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)]
             elif isinstance(value, type):
@@ -218,327 +340,3 @@ def include(guards: Guards) -> None:
     """The graph that these belong to becomes a part of the one that is captured."""
     if _observers:
         _observers[-1].inner.append(guards)
-
-
-class _Resolver:
-    """Makes guards of reads, when the module is as before the capture."""
-
-    def __init__(self, module: nn.Module, written: set[tuple[int, Any]]):
-        self.guards = Guards()
-        self.names = {id(sub): name for name, sub in module.named_modules()}
-        self.written = written
-        self.containers = {at for at, _ in written}
-        self._codes: set[tuple] = set()
-        self._absent_of_class: dict[tuple[type, str], AbsentOfClass] = {}
-        self._class_names: set[str] = set()  # names of attributes that are read from classes
-
-    def _name(self, owner: Any, key: str) -> str:
-        if isinstance(owner, nn.Module) and (path := self.names.get(id(owner))) is not None:
-            return f"{path}.{key}" if path else key
-        return f"{owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{key}"
-
-    def value(self, kind: int, holder: Any, key: Any, value: Any, name: str) -> None:
-        if self.guards.add(kind, holder, key, value, name, self.containers):
-            self.functions_in(value)
-            for container in containers_in(value) if self.containers else ():
-                if id(container) in self.containers:
-                    self._beside_written(container, name)
-
-    def _beside_written(self, container: Any, name: str) -> None:
-        """The slots of a container that the forward has not written, while it has written others."""
-        if isinstance(container, dict):
-            for key, value in container.items():
-                if (id(container), key) not in self.written:
-                    self.value(ITEM, container, key, value, f"{name}[{key!r}]")
-        elif isinstance(container, list) and (id(container), None) not in self.written:
-            for place, value in enumerate(container):
-                if (id(container), place) not in self.written:
-                    self.value(ATTRIBUTE, Place(container, place), "value", value, f"{name}[{place}]")
-
-    def read(self, owner: Any, key: str) -> None:
-        name = self._name(owner, key)
-        own = getattr(owner, "__dict__", None)
-        if isinstance(owner, type):
-            value = getattr(owner, key, None)
-            if getattr(value, "__self__", None) is owner:  # a method of the class: another object at every read
-                self.functions_in(value)
-            else:
-                self.value(ATTRIBUTE, owner, key, value, name)
-            return
-        if isinstance(own, dict):
-            # A list that the forward lengthens or empties may be replaced: nothing of it is read again.
-            if (id(own), key) in self.written or (id(own.get(key)), None) in self.written:
-                return
-            if key in own:
-                self.value(ITEM, own, key, own[key], name)
-                if isinstance(tensor := own[key], Tensor):
-                    self.guards.add(TENSOR, own, key, (tensor.dtype, tensor.device, tensor.shape), name)
-                return
-        if isinstance(owner, nn.Module):
-            for table in (own.get("_parameters"), own.get("_buffers")):
-                if isinstance(table, dict) and key in table:
-                    if table[key] is None or id(owner) not in self.names:  # the tensors of other modules are constants
-                        self.value(ITEM, table, key, table[key], name)
-                    return
-            if key in (own.get("_modules") or ()) or key in _OF_TORCH:
-                return
-        found = inspect.getattr_static(type(owner), key, MISSING)
-        computed = found is MISSING or hasattr(type(found), "__set__") and not isinstance(found, property)
-        if found is MISSING and type(owner).__getattribute__ in _PLAIN_READS and not _has_getattr(type(owner)):
-            self._absent(owner, own, key, name)
-        elif computed:  # by code of the class, or a slot
-            try:
-                value = getattr(owner, key)
-            except Exception:
-                self.guards.add(ATTRIBUTE, Asked(owner, key), "is_there", False, name)
-                return
-            if isinstance(value, _VALUES) or isinstance(found, types.MemberDescriptorType):
-                self.value(ATTRIBUTE, owner, key, value, name)
-        else:
-            self._of_class(owner, own, key, found, name)
-
-    def _absent(self, owner: Any, own: Any, key: str, name: str) -> None:
-        """An attribute that was asked for and is not there: neither in the object nor in its class."""
-        tables = [own, *(own.get(table) for table in _TABLES)] if isinstance(owner, nn.Module) else [own]
-        for table in tables:
-            if isinstance(table, dict):
-                self.guards.add(ABSENT, table, key, None, name)
-        absent = self._absent_of_class.setdefault((type(owner), key), AbsentOfClass(type(owner), key))
-        self.guards.add(ATTRIBUTE, absent, "is_absent", absent.is_absent, name)
-
-    def _of_class(self, owner: Any, own: Any, key: str, found: Any, name: str) -> None:
-        inside = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-        if (
-            isinstance(inside, types.FunctionType)
-            and inside.__code__.co_filename.startswith(INSIDE)
-            and not hasattr(inside, "__wrapped__")
-        ):
-            return
-        if isinstance(own, dict):
-            self.guards.add(ABSENT, own, key, None, name)
-        self._in_class(type(owner), key, found, name)
-
-    def _in_class(self, cls: type, key: str, found: Any, name: str) -> None:
-        """`found`: what the class, or a base of it, has under this key."""
-        value = MISSING
-        if not isinstance(found, (classmethod, types.MemberDescriptorType)):
-            with contextlib.suppress(Exception):
-                value = getattr(cls, key)
-        # A value that a descriptor computes may be another object at every read.
-        if value is found or isinstance(found, staticmethod) or isinstance(value, (types.FunctionType, *_VALUES)):
-            self.value(ATTRIBUTE, cls, key, value, name)
-        self.functions_in(found)
-
-    def class_attributes(self, classes: set[type]) -> None:
-        """Attributes that functions read from a class (of ``super()``, ``type(self)``), of all classes that may be meant."""
-        users = dict.fromkeys(c for cls in classes for c in users_classes(cls))
-        done: set[str] = set()
-        while new := self._class_names - done:
-            done |= new
-            for cls in users:
-                for key in new & vars(cls).keys():
-                    self._in_class(cls, key, vars(cls)[key], f"{cls.__name__}.{key}")
-
-    def tensors(self, observer: Observer, module: nn.Module) -> None:
-        """Holds what tensors returned: all names, values of those that are no state of the module, whether they require a gradient."""
-        for sub in observer.all_tensors.values():
-            self.guards.add(ATTRIBUTE, Names(sub), "unchanged", True, self._name(sub, "parameters"))
-        state = {id(t) for t in (*module.parameters(), *module.buffers())}
-        for tensor in observer.plain_tensors.values() if observer.takes_values else ():
-            if id(tensor) not in state and tensor.numel() <= _LARGEST:
-                self.guards.add(ATTRIBUTE, Value(tensor), "unchanged", True, "the value of a tensor")
-        names = {id(p): name for name, p in module.named_parameters()}
-        for tensor, known in observer.modes_of_grad.values():
-            self.guards.add(
-                ATTRIBUTE, tensor, "requires_grad", known, f"{names.get(id(tensor), 'a parameter')}.requires_grad"
-            )
-
-    def members(self, value: Any, name: str) -> None:
-        """All attributes of a thing whose reads cannot be noted."""
-        of_class = isinstance(value, type)
-        owners = users_classes(value) if of_class else [value]
-        for key, part in [item for owner in owners for item in vars(owner).items()][:_MEMBERS]:
-            if not of_class:
-                self.value(ITEM, vars(value), key, part, f"{name}.{key}")
-            elif isinstance(part, _VALUES) and not key.startswith("__"):
-                self.value(ATTRIBUTE, value, key, getattr(value, key), f"{name}.{key}")
-
-    def functions_in(self, value: Any, depth: int = 0) -> None:
-        """Follows functions to what they read outside of themselves."""
-        if isinstance(value, types.FunctionType):
-            if not self.code(value):
-                return
-        elif isinstance(value, (list, tuple, dict)) and depth < DEEPEST and len(value) <= _MEMBERS:
-            for part in value.values() if isinstance(value, dict) else value:
-                self.functions_in(part, depth + 1)
-            return
-        elif isinstance(value, (*PLAIN, Tensor, nn.Module)):
-            return
-        elif isinstance(value, functools.partial):
-            self.guards.add(
-                ATTRIBUTE, value, "args", value.args, "the arguments of a partial function", self.containers
-            )
-            for key, part in value.keywords.items():
-                self.guards.add(ITEM, value.keywords, key, part, key, self.containers)
-        elif isinstance(value, type):
-            if is_users_class(value) and not issubclass(value, nn.Module):
-                self.members(value, value.__name__)
-            if issubclass(value, torch.autograd.Function):
-                self.functions_in([part for c in users_classes(value) for part in vars(c).values()])
-            return
-        elif is_object(value):
-            self.functions_in(inspect.getattr_static(type(value), "__call__", None), depth)
-        for part in functions_behind(value):
-            if part is not value:
-                self.functions_in(part, depth)
-
-    def code(self, function: types.FunctionType) -> bool:
-        """Returns whether the function was not followed before."""
-        cells = map(id, function.__closure__ or ())
-        known = (function.__code__, id(function.__globals__), *cells)
-        if known in self._codes:
-            return False
-        self._codes.add(known)
-        if not is_users(function.__code__):
-            return True
-        self._class_names |= class_reads(function)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        if not all(isinstance(x, PLAIN) for x in defaults):  # held for what is in them
-            self.guards.add(
-                ITEM, {"defaults": defaults}, "defaults", defaults, f"{function.__name__}.__defaults__", self.containers
-            )
-        for holder, name, value, chain in outer_reads(function):
-            if isinstance(holder, types.CellType):
-                if name != "__class__":
-                    self.value(CELL, holder, name, value, name)
-            elif holder is not None and not isinstance(value, types.ModuleType):
-                self.value(ITEM, holder, name, value, name)
-            self.chain(value, chain, name)
-        return True
-
-    def chain(self, value: Any, chain: tuple[str, ...], name: str) -> None:
-        """Follows the attributes that are read one after the other."""
-        for key in chain:
-            name = f"{name}.{key}"
-            if isinstance(value, types.ModuleType):
-                if not is_users_module(value) or key not in vars(value):
-                    return
-                found = vars(value)[key]
-                if not isinstance(found, types.ModuleType):
-                    self.value(ITEM, vars(value), key, found, name)
-            elif is_object(value) or (isinstance(value, type) and is_users_class(value)):
-                self.read(value, key)
-                found = inspect.getattr_static(value, key, None)
-            elif isinstance(value, types.FunctionType) and key in vars(value):
-                found = vars(value)[key]
-                self.value(ITEM, vars(value), key, found, name)
-            else:
-                return
-            value = found
-
-    def other_module(self, sub: nn.Module) -> None:
-        """A module that the forward calls and that is no part of the one that is captured."""
-        self.hooks_of(sub)
-        self.parts_of(sub)
-        self.forward(sub, own=True)
-        if "training" in sub.__dict__:
-            self.guards.add(ITEM, sub.__dict__, "training", sub.training, self._name(sub, "training"))
-
-    def scripted(self, sub: nn.Module) -> None:
-        """A scripted module, whose reads are C++'s: all of its attributes."""
-        concrete = getattr(sub, "_concrete_type", None)
-        for key in concrete.get_attributes() if concrete is not None else ():
-            if key != "training" and isinstance(value := getattr(sub, key, None), _VALUES):
-                self.value(ATTRIBUTE, sub, key, value, self._name(sub, key))
-
-    def hooks_of(self, sub: nn.Module) -> None:
-        for key in _HOOKS:
-            hooks = sub.__dict__.get(key)
-            if isinstance(hooks, dict):
-                self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
-
-    def hooks(self, module: nn.Module, with_root: bool) -> None:
-        for sub in module.modules():
-            if sub is not module or with_root:
-                self.hooks_of(sub)
-        of_all = HooksOfAllModules()
-        self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
-        self.guards.add(ATTRIBUTE, Settings(), "dtype", torch.get_default_dtype(), "torch.get_default_dtype()")
-
-    def parts(self, module: nn.Module) -> None:
-        """Which modules a module has, and their classes. A transformed one looks itself (`Tree`)."""
-        self.guards.add_classes(module)
-        for sub in module.modules():
-            self.parts_of(sub)
-
-    def parts_of(self, sub: nn.Module) -> None:
-        if isinstance(parts := sub.__dict__.get("_modules"), dict):  # a scripted module's stays
-            self.guards.add(ITEM, sub.__dict__, "_modules", parts, self._name(sub, "modules"), self.containers)
-
-    def forward(self, sub: nn.Module, own: bool) -> None:
-        name = self._name(sub, "forward")
-        if own and "forward" in sub.__dict__:
-            self.value(ITEM, sub.__dict__, "forward", sub.__dict__["forward"], name)
-            return
-        if own:
-            self.guards.add(ABSENT, sub.__dict__, "forward", None, name)
-        if not isinstance(sub, torch.jit.ScriptModule):
-            self.value(ATTRIBUTE, type(sub), "forward", getattr(type(sub), "forward", None), name)
-
-
-_PLAIN_READS = (object.__getattribute__, nn.Module.__getattribute__)
-
-
-def _has_getattr(cls: type) -> bool:
-    return any("__getattr__" in vars(c) for c in cls.__mro__ if c is not nn.Module)
-
-
-def guards_of(
-    observer: Observer,
-    module: nn.Module,
-    written: set[tuple[int, Any]],
-    forward: Callable[..., Any] | None,
-    parts: bool = False,
-    inputs: list = [],  # noqa: B006 (never written)
-    made_once: list = [],  # noqa: B006 (never written)
-) -> Guards:
-    """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
-    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too.
-    `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads."""
-    make = _Resolver(module, written)
-    for key, owner in observer.iterators.items():
-        raise Error(
-            f"the forward reads the iterator '{make._name(owner, key)}', and a graph has the value that it gave at the capture",
-            kind=ErrorKind.Capture,
-            remedy="take its next value where the model is called, and pass it as an input",
-        )
-    make.hooks(module, with_root=forward is None)
-    for sub in module.modules():
-        make.forward(sub, own=sub is not module or forward is None)
-        if isinstance(sub, torch.jit.ScriptModule):
-            make.scripted(sub)
-    if parts:
-        make.parts(module)
-    if forward is not None:
-        make.functions_in(forward)
-    for part in inputs:
-        make.functions_in(part)
-    others = {id(o): o for o in observer.reads.values() if isinstance(o, nn.Module) and id(o) not in make.names}
-    for sub in others.values():
-        make.other_module(sub)
-    classes = {type(sub) for sub in (*module.modules(), *others.values())} | observer.classes
-    for part in [part for cls in classes for part in parts_of_class(cls)]:
-        make.functions_in(part)
-    for value in observer.unnoted.values():
-        make.members(value, type(value).__name__)
-    for (_, key), owner in observer.reads.items():
-        if key != "forward":
-            make.read(owner, key)
-    make.class_attributes(classes)
-    make.tensors(observer, module)
-    for change in made_once:
-        make.guards.add_made_once(change)
-    for inner in observer.inner:
-        make.guards.include(inner)
-    make.guards.mode_line = make.guards.mode_line or observer.mode_line
-    return make.guards

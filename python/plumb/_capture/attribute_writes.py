@@ -24,8 +24,8 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT
 from .._trees import PLAIN, holds_tensors
+from .attribute_reads import is_object, is_users_class
 from .guards import MISSING
-from .outer_values import is_object, is_users_class
 from .torch_patches import patched
 
 _MOST = 10_000  # entries of a table; a larger one is data

@@ -32,7 +32,7 @@ from .._trees import (
 from .._unit_scaled import is_marked, mark_state_dict
 from ..parameter import tell_engine
 from . import torch_patches
-from .attribute_reads import Observer, guards_of, observed
+from .attribute_reads import Observer, observed
 from .attribute_writes import (
     MISSING,
     Change,
@@ -46,6 +46,7 @@ from .call_sites import here
 from .custom_functions import opaque_functions
 from .guards import Guards, enabled_autocast
 from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
+from .read_guards import guards_of
 from .replacements import replaced
 from .tensor_reads import is_check, watched_grad_mode, watched_tensors
 from .torch_patches import INSIDE

@@ -1,6 +1,6 @@
 """Guards: what a captured forward has read besides its inputs, parameters and buffers, and the check that it is still the same.
 
-attribute_reads.py makes them. docs/differences.md says what is not followed.
+read_guards.py makes them. docs/differences.md says what is not followed.
 """
 
 from __future__ import annotations
