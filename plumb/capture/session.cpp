@@ -191,6 +191,26 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
   }
 }
 
+// Runs a function that no schema describes: it may write what it is given.
+void Session::run_opaque(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::vector<std::pair<at::Tensor, int64_t>> given;
+  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!argument.isTensorList()) continue;
+    for (const at::Tensor& t : argument.toTensorVector()) {
+      if (!t.defined() || !t.has_storage() || t.is_meta()) continue;
+      module_state_.before_write(t);
+      given.emplace_back(t, t.is_inference() ? 0 : t._version());
+    }
+  }
+  op.callBoxed(*stack);
+  for (const auto& [t, version] : given) {
+    // A write through `.data` leaves the version alone.
+    if (module_state_.was_not_written(t) && (t.is_inference() || t._version() == version)) continue;
+    recorder.values.mark_written(t);
+    recorder.stale.before_write(t);
+  }
+}
+
 // Returns true if autocast has a kernel for the operator, which has then run: its casts and the operator on cast inputs
 // were recorded as ordinary calls. `composite`: the operators that this one is made of may have such kernels.
 bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
@@ -320,6 +340,8 @@ void Session::record_call(Call& call) {
     if (!call.composite) {
       if (attempt.mode.skip_compute && !call.from_constants && fake_result(call.op, call.name, call.stack))
         attempt.skipped = true;
+      else if (operator_facts(call.name).opaque)
+        run_opaque(call.op, call.stack);
       else
         call.op.callBoxed(*call.stack);
       if (!call.unrecorded) recorder.finish(std::move(record), *call.stack, call.from_constants);

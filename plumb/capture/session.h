@@ -67,6 +67,7 @@ class Session {
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void refuse_numpy(const Call& call, at::ArrayRef<c10::IValue> args);
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+  void run_opaque(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
   size_t autocast_hits_ = 0;
   // A composite operator whose inner calls are recorded on trial: the casts before it, and what read a value inside.

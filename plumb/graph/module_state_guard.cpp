@@ -14,6 +14,15 @@ bool has_memory_of(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.storage_offset() == b.storage_offset();
 }
 
+// Returns false, too, for dtypes that torch cannot compare.
+bool have_equal_contents(const at::Tensor& a, const at::Tensor& b) {
+  try {
+    return a.equal(b);
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 int64_t version_of(const at::Tensor& t) { return t.defined() && !t.is_inference() ? t._version() : 0; }
 
 }  // namespace
@@ -111,6 +120,19 @@ void ModuleStateGuard::before_write(const at::Tensor& tensor) {
     at::Tensor as_it_was = watched.as_it_was.defined() ? watched.as_it_was : watched.tensor.detach();
     contents_.emplace(watched.index, Kept{watched.tensor, as_it_was, as_it_was.clone()});
   }
+}
+
+bool ModuleStateGuard::was_not_written(const at::Tensor& tensor) {
+  auto it = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
+  if (it == by_storage_.end()) return true;
+  at::NoGradGuard no_grad;
+  for (const Watched& watched : it->second) {
+    const auto kept = contents_.find(watched.index);
+    if (kept == contents_.end()) continue;
+    if (!have_equal_contents(kept->second.as_it_was, kept->second.contents)) return false;
+    contents_.erase(kept);
+  }
+  return true;
 }
 
 void ModuleStateGuard::keep_buffers(const State& state) {

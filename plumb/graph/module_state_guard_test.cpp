@@ -61,6 +61,19 @@ TEST(ModuleStateGuard, LeavesAloneTensorsThatNobodyWrote) {
   EXPECT_EQ(b._version(), version);
 }
 
+TEST(ModuleStateGuard, ForgetsWhatWasNotWrittenAfterAll) {
+  const at::Tensor w = at::ones({2}), b = at::zeros({4});
+  ModuleStateGuard guard(state_with(w, b), {});
+  guard.before_write(w);
+  guard.before_write(b);
+  b.fill_(1);
+  EXPECT_TRUE(guard.was_not_written(w));
+  EXPECT_FALSE(guard.was_written(0));
+  EXPECT_FALSE(guard.was_not_written(b));
+  guard.put_contents_back();
+  EXPECT_TRUE(at::equal(b, at::zeros({4})));
+}
+
 TEST(ModuleStateGuard, WatchesATiedTensorUnderItsFirstName) {
   const at::Tensor tied = at::ones({2});
   ModuleStateGuard guard(state_with(tied, tied), {});

@@ -132,6 +132,40 @@ def test_what_is_written_through_data_gives_the_buffer_no_gradient():
         assert not module.mean.requires_grad and module.mean.any()
 
 
+class Counts(torch.autograd.Function):
+    """Doubles its input, and writes a buffer: under autograd's eyes, or past them."""
+
+    @staticmethod
+    def forward(ctx, x, seen, through_data):
+        (seen.data if through_data else seen).add_(x.detach().sum())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_buffers_that_a_custom_function_writes_are_written_by_calls_alone(through_data):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            return Counts.apply(self.linear(x), self.seen, through_data) + self.seen
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(3, 4)
+    eager = copy.deepcopy(net)
+    graph = plumb.capture(net, x)
+    assert net.seen == 0
+    for given in (x, x + 1):
+        assert torch.equal(graph(given), eager(given))
+        assert torch.equal(net.seen, eager.seen) and eager.seen != 0
+
+
 class Holder(torch.autograd.Function):
     """Gives a module its gradients itself, as reversible layers do."""
 
