@@ -25,11 +25,9 @@ from .._errors import Error, ErrorKind
 from .._state import CONSTANT
 from .._trees import PLAIN, holds_tensors
 from .attribute_reads import is_object, is_users_class
-from .guards import MISSING
+from .guards import DEEPEST, MISSING, MOST
 from .torch_patches import patched
 
-_MOST = 10_000  # entries of a table; a larger one is data
-_DEEPEST = 4
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # others look after these
 _LIBRARIES = ("torch", "plumb", "numpy", "builtins")  # whose objects keep no state of the model's
 
@@ -115,7 +113,7 @@ def _walk(
         return
     live, dotted = value, False
     if isinstance(value, np.ndarray):
-        if value.size <= _MOST and id(value) not in seen:
+        if value.size <= MOST and id(value) not in seen:
             seen.add(id(value))
             found.append(Table(name, value, value.copy(), False, parent=parent, key=key))
         return
@@ -125,7 +123,7 @@ def _walk(
             return
         if type(value).__module__.partition(".")[0] in _LIBRARIES:
             return
-    if id(live) in seen or depth > _DEEPEST or len(live) > _MOST:
+    if id(live) in seen or depth > DEEPEST or len(live) > MOST:
         return
     seen.add(id(live))
     table = Table(name, live, dict(live) if isinstance(live, dict) else copy.copy(live), dotted, parent=parent, key=key)

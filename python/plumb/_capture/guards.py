@@ -24,7 +24,7 @@ from .torch_patches import autocast_regions
 ITEM, ABSENT, ATTRIBUTE, TENSOR, TYPE, CELL = range(6)
 
 DEEPEST = 4  # containers in containers
-_MOST = 10_000  # entries of a container; a larger one is data, of which only the identity is held
+MOST = 10_000  # entries of a container; a larger one is data, of which only the identity is held
 
 
 MISSING = object()  # in a slot that is not there
@@ -54,15 +54,15 @@ def _inside(value: Any) -> Any:
 
 def _is_followed(value: Any, depth: int) -> bool:
     """Returns whether a value is a container whose contents are held."""
-    return depth < DEEPEST and isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= _MOST
+    return depth < DEEPEST and isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= MOST
 
 
 def _frozen(value: Any, depth: int = 0, skipped: Collection[int] = ()) -> Any:
     """Returns a key of a value as it is now: numbers and texts by type and value, containers by parts, all else by id.
     `skipped`: ids of containers whose contents are not held."""
-    if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
+    if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= MOST):
         return hashed(value)
-    if isinstance(value, _BYTES) and len(value) <= _MOST:
+    if isinstance(value, _BYTES) and len(value) <= MOST:
         return type(value), bytes(value)
     value = _inside(value)
     if id(value) in skipped or not _is_followed(value, depth):
@@ -77,9 +77,9 @@ def _frozen(value: Any, depth: int = 0, skipped: Collection[int] = ()) -> Any:
 def _contents(value: Any, found: list, depth: int = 0, seen: dict[int, int] | None = None) -> list:
     """Containers in `value` that can be written, each followed by the objects in it, arrays by their bytes."""
     seen = {} if seen is None else seen  # depths by id: a list of one row many times has that row once
-    if isinstance(value, np.ndarray) and value.size <= _MOST:
+    if isinstance(value, np.ndarray) and value.size <= MOST:
         found += [value, value.tobytes()]
-    elif isinstance(value, _BYTES) and len(value) <= _MOST:
+    elif isinstance(value, _BYTES) and len(value) <= MOST:
         found += [value, bytes(value)]
     value = _inside(value)
     if isinstance(value, frozenset) or not _is_followed(value, depth) or seen.get(id(value), DEEPEST) <= depth:

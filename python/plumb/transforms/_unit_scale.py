@@ -242,7 +242,7 @@ def unit_scale(
     taken. A key that nothing matches is reported and logged.
 
     Weights and biases of layers that torch knows are scaled at once; the first forward shows which operators use them, and
-    a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
+    a weight that something else uses, too, then gets its own values back, to a rounding. ``print(plumb.report(m))`` says what was done.
     A graph (:func:`plumb.capture`) shows it already: its copy is rewritten at once, as by ``run_passes(graph, "unit_scale")``,
     and each weight is scaled once or not at all.
 
