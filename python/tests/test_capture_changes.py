@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from capture_checks import Net
@@ -40,6 +41,19 @@ class ByFlag(nn.Module):
         return x * self.scale
 
 
+class ByNewFlag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        if not hasattr(self, "ready"):
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+            self.ready = True
+        return x * self.scale
+
+
 class ByParameter(nn.Module):
     def __init__(self):
         super().__init__()
@@ -62,7 +76,7 @@ class ByModule(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("make", [ByBuffer, ByFlag, ByParameter, ByModule])
+@pytest.mark.parametrize("make", [ByBuffer, ByFlag, ByNewFlag, ByParameter, ByModule])
 @pytest.mark.parametrize("use", [plumb.capture, lambda model, x: track_scales(model)(x)])
 def test_layers_that_initialise_themselves_are_to_be_run_once_before(make, use):
     model, x = make(), torch.randn(4, 8)
@@ -165,6 +179,56 @@ def test_an_attribute_that_a_call_writes_before_it_reads_it_is_its_own():
     for _ in range(2):
         assert torch.equal(tracked(x), graph(x))
     assert torch.equal(model(x), graph(x))
+
+
+class KeepsStates(nn.Module):
+    """Hooks its layers in its first call, and marks itself as hooked by an attribute that was not there, as transformers does."""
+
+    mark = True
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.seen = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), []
+
+    def keep(self, _module, _args, output):
+        self.seen.append(output)
+
+    def forward(self, x):
+        self.seen.clear()
+        if not getattr(self, "hooked", None):
+            handles = [layer.register_forward_hook(self.keep) for layer in self.layers]
+            self.hooked = self.mark or handles
+        for layer in self.layers:
+            x = layer(x)
+        return tuple(self.seen)
+
+
+@pytest.mark.parametrize("mark", [True, None], ids=["a flag", "handles"])
+def test_an_attribute_that_the_forward_makes_is_gone_after_a_capture(mark):
+    torch.manual_seed(0)
+    model, x = KeepsStates(), torch.randn(3, 4)
+    model.mark = mark
+    expected, before = copy.deepcopy(model)(x), list(vars(model))
+    graph = plumb.capture(model, x, plumb_verify=True)
+    assert list(vars(model)) == before
+    tracked = track_scales(model)
+    assert len(tracked(x[:1])) == 2 and list(vars(model)) == before
+    for module in (graph, tracked, model, graph, tracked):
+        for found, state in zip(module(x), expected, strict=True):
+            assert torch.equal(found, state)
+
+
+def test_an_array_that_the_forward_makes_once_is_gone_after_a_capture():
+    def f(m, x):
+        if not hasattr(m, "factors"):
+            m.factors = np.arange(4.0)
+        return m.layer(x) * float(m.factors[3])
+
+    model, x = Net(f), torch.randn(3, 4)
+    graph = plumb.capture(model, x)
+    assert not hasattr(model, "factors")
+    for module in (graph, model, graph):
+        assert torch.equal(module(x), model.layer(x) * 3)
 
 
 class CountsItsTable(nn.Module):

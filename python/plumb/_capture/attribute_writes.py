@@ -328,7 +328,9 @@ class ModuleStateGuard:
         self.changes = []
         for table in self.tables:
             for key, before, now in list(table.differences()):
-                if table.dotted and (key == "training" or not (isinstance(before, PLAIN) or holds_tensors(now))):
+                # A new attribute goes: it may say that the forward has done what is undone here, such as registering hooks.
+                stays = before is not MISSING and not isinstance(before, PLAIN) and not holds_tensors(now)
+                if table.dotted and (key == "training" or stays):
                     continue
                 if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
                     continue

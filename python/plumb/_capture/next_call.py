@@ -9,6 +9,7 @@ import re
 import sys
 from typing import Any, Callable, Iterator, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -109,6 +110,16 @@ def path_in_any_mode(engine: Any) -> list:
     return path
 
 
+def _alike(a: Any, b: Any) -> bool:
+    """Returns whether two values of an attribute are equal; for arrays of NumPy, in every element."""
+    if a is b:
+        return True
+    try:
+        return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else bool(a == b)
+    except Exception:  # a comparison of the user's, or of arrays in a container
+        return False
+
+
 def _reads_kept(kept: list[Change], again: Any, left: dict[str, Any]) -> bool:
     """Returns whether the call `again` reads tensors that the call before it left in slots that held none, as tables
     that are made once. `left`: what `again` left in such slots. Raises `plumb.Error` for tensors that every call makes
@@ -153,7 +164,7 @@ def refuse_other_paths(
             where=next((read.line for read in reads), ""),
             remedy="if only the first call differs (a table that is made once), call the model once before; else " + remedy,
         )
-    goes_on = {c.name for c in changes if c.table.module is not None and c.table.live.get(c.key) != c.now}
+    goes_on = {c.name for c in changes if c.table.module is not None and not _alike(c.table.live.get(c.key), c.now)}
     for read in reads:
         if read.name in goes_on:
             raise Error(
