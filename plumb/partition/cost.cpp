@@ -3,11 +3,14 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
 #include <cctype>
 #include <chrono>
 #include <map>
+#include <unordered_set>
+#include <vector>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
@@ -174,6 +177,23 @@ struct TimedRun {
   std::vector<bool> wants_gradient;  // flag for each result: it has a gradient edge
 };
 
+// Returns whether every derivative from a result back to its leaves is implemented. A model may use a result without
+// one, such as a Bernoulli draw, where no gradient reaches it.
+bool has_derivatives(const at::Tensor& result) {
+  std::vector<torch::autograd::Node*> open{result.grad_fn().get()};
+  std::unordered_set<torch::autograd::Node*> seen(open.begin(), open.end());
+  while (!open.empty()) {
+    torch::autograd::Node* node = open.back();
+    open.pop_back();
+    if (node == nullptr) continue;
+    if (dynamic_cast<torch::autograd::Error*>(node) != nullptr) return false;
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      if (seen.insert(edge.function.get()).second) open.push_back(edge.function.get());
+    }
+  }
+  return true;
+}
+
 // Runs one forward and one backward of a node, on leaves that want gradients as its inputs did.
 TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
   std::vector<IValue> leaves;
@@ -198,6 +218,7 @@ TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
     // A view made without grad mode says that it requires a gradient, as its base does, and passes none on.
     if (!torch::autograd::impl::gradient_edge(v.toTensor()).function) continue;
     timed.wants_gradient.back() = true;
+    if (!has_derivatives(v.toTensor())) continue;
     roots.push_back(v.toTensor());
     grads.push_back(at::ones_like(v.toTensor()));
   }

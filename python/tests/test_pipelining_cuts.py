@@ -365,3 +365,36 @@ def test_a_sparse_embedding_is_balanced():
     (eager(x) * target).sum().backward()
     for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert p.grad.is_sparse == q.grad.is_sparse and torch.equal(p.grad.to_dense(), q.grad.to_dense()), name
+
+
+class Masks(nn.Module):
+    """Draws a mask by an operator without a derivative, which no gradient reaches, as SpeechT5 does."""
+
+    def __init__(self, marked):
+        super().__init__()
+        self.layers, self.marked = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), marked
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            mask = torch.bernoulli(x, p=0.5)
+            if self.marked and layer is self.layers[1]:
+                pipe_split()
+            x = torch.where(mask == 1, x, 0)
+        return x
+
+
+@pytest.mark.parametrize("how", [{"split_policy": "balanced", "num_stages": 2}, {}], ids=["measured", "marked"])
+def test_a_model_with_an_operator_without_a_derivative_is_cut(how):
+    torch.manual_seed(0)
+    model, x = Masks(not how), torch.randn(4, 8)
+    eager = copy.deepcopy(model)
+    pipe = pipeline(model, (x,), **how)
+    assert pipe.num_stages == 2
+    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
+    torch.manual_seed(1)
+    ScheduleInterleaved1F1B(stages, 1, loss_fn=F.mse_loss).step(x, target=x)
+    torch.manual_seed(1)
+    F.mse_loss(eager(x), x).backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
