@@ -245,3 +245,19 @@ def test_rows_that_a_mask_chooses_may_be_one_at_the_first_call():
             graph = plumb.capture(model, x)
     with pytest.raises(plumb.Error, match="a size that depends on the data"):
         graph(x)
+
+
+def test_verifying_names_a_forward_that_takes_only_some_values():
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 3)
+
+        def forward(self, patches):  # its first column is the place of a row
+            return patches + self.table(patches[:, 0].long())
+
+    model, x = Places(), torch.arange(4.0).repeat(9)[:, None].expand(36, 3)
+    words = r"verify: the forward fails on other values of its inputs: IndexError: index out of range.*\n.*without verifying"
+    with pytest.raises(plumb.Error, match=words):
+        plumb.capture(model, x, plumb_verify=True)
+    assert torch.equal(plumb.capture(model, x)(x), model(x))
