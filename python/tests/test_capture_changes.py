@@ -289,3 +289,27 @@ def test_an_input_is_written_without_gradients_through_a_view():
     graph = plumb.capture(model, x)
     given, expected = x.clone(), x.clone()
     assert torch.equal(graph(given), model(expected)) and torch.equal(given, expected)
+
+
+def test_a_forward_that_freezes_its_parameters_is_refused():
+    class Freezes(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.part, self.how = nn.Linear(4, 4), how
+
+        def forward(self, x):
+            self.how(self.part)
+            return self.part(x)
+
+    x = torch.randn(2, 4)
+    for how in (
+        lambda part: part.requires_grad_(False),
+        lambda part: part.weight.requires_grad_(False),
+        lambda part: setattr(part.weight, "requires_grad", False),
+    ):
+        net = Freezes(how)
+        with pytest.raises(plumb.Error, match=r"(?s)sets requires_grad of a parameter.*\(4, 4\).*False.*test_capture_changes.py"):
+            plumb.capture(net, x)
+        assert net.part.weight.requires_grad
+    same = Freezes(lambda part: part.requires_grad_().weight.requires_grad_(True))
+    assert torch.equal(plumb.capture(same, x)(x), same(x))

@@ -68,8 +68,14 @@ def as_given(x: Any) -> Any:
 
 
 def _set_requires_grad(self: Tensor, value: bool) -> None:
+    known = torch._C.TensorBase.requires_grad.__get__(self)
+    if isinstance(self, nn.Parameter) and bool(value) != known and _C.is_capturing():
+        _C.refuse(
+            f"the forward sets requires_grad of a parameter ({self.dtype}, {tuple(self.shape)}) to {bool(value)}, which no run of a graph does",
+            "set it before the capture; for parameters that one step does not train use them detached, parameter.detach()",
+        )
     # Inputs of a capture are no leaves and require grad already: setting it to True changes nothing.
-    if not (value and torch._C.TensorBase.requires_grad.__get__(self)):
+    if not (value and known):
         torch._C.TensorBase.requires_grad.__set__(self, value)
 
 
@@ -115,12 +121,18 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def watched_tensors(one_graph: bool) -> Iterator[None]:
     """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
-    hooks on tensors. `one_graph`: no other graph exists for inputs whose ``requires_grad`` differs, so reads of it are guarded."""
+    hooks on tensors and other ``requires_grad`` of parameters. `one_graph`: no other graph exists for inputs whose ``requires_grad`` differs, so reads of it are guarded."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield
         return
-    hook = Tensor.register_hook
+    hook, set_in_place = Tensor.register_hook, Tensor.requires_grad_
+
+    def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
+        if not isinstance(self, nn.Parameter):
+            return set_in_place(self, requires_grad)
+        _set_requires_grad(self, requires_grad)
+        return self
 
     def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
         if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not self.is_leaf:
@@ -135,5 +147,5 @@ def watched_tensors(one_graph: bool) -> Iterator[None]:
     watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
     watches["data"] = property(base.data.__get__, _set_data)
     watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
-    with patched(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
+    with patched(Tensor, register_hook=register_hook, requires_grad_=requires_grad_, tolist=_tolist, **watches):
         yield
