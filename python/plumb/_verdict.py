@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ._capture.forward import capture
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._state import state_of, sync_state
-from ._trees import in_utf8
+from ._trees import children, in_utf8
 
 
 class Verdict:
@@ -74,7 +75,8 @@ def verdict(
     Gradients are rounded by each recipe forward only and backward only, and compared with those of the module as it is,
     which is trained meanwhile: a copy of it, so that nothing of `net` changes, and no random number is drawn.
 
-    data: batches, ``inputs`` or ``(inputs, targets)``, each a tensor or a tuple of tensors, all of one shape.
+    data: batches, ``inputs`` or ``(inputs, targets)``, each a tensor or a tuple of tensors, all of one shape. Inputs may be a
+        dict: the forward gets it by keyword if it takes these names, else as its one input.
     loss: takes the module's output and the targets. None: the module returns its loss, and a batch is its inputs.
     recipes: names (``"fp16"``, ``"bf16"``, ``"fp8"``, ``"unit-fp8"``, ``"tensorwise"``, ``"rowwise"``, ``"blocks128"``, ``"mxfp8"``,
         ``"nvfp4"``, ``"mxfp4"``, any other format, ``"e4m3fn-SR/none"`` forward and backward) and recipe files (``NAME.toml``).
@@ -146,9 +148,9 @@ def _judge(
             what = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
             raise Error(f"batch {step} is {what}", remedy="(inputs, targets): a tensor or a tuple of tensors each")
         inputs, targets = batch if loss is not None else (batch, None)
-        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        args, kwargs = _arguments(net, inputs)
         if graph is None:
-            graph = net if isinstance(net, GraphModule) else capture(net, *inputs)
+            graph = net if isinstance(net, GraphModule) else capture(net, *args, **kwargs)
             sync_state(graph._engine, graph._slots)
             engine = _C.Verdict(graph._engine, names, explain)
             parameters = [p for p in graph.parameters() if p.requires_grad]
@@ -157,7 +159,7 @@ def _judge(
                 raise Error(f"optimizer returns a {type(optimizer).__name__}", remedy=_FUNCTIONS["optimizer"])
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise Error("a step of LBFGS takes several gradients", remedy=_FUNCTIONS["optimizer"])
-        of_batch = _Losses(graph, inputs, targets, loss)
+        of_batch = _Losses(graph, args, kwargs, targets, loss)
         if step in measured:
             engine.measure(of_batch)
         if step == measured[-1]:
@@ -167,15 +169,29 @@ def _judge(
         optimizer.step()
 
 
+def _arguments(net: nn.Module, inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments of a forward for a batch's inputs."""
+    if not isinstance(inputs, Mapping):
+        return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+    if isinstance(net, GraphModule):
+        by_name = set(inputs) == set(children(net._in_spec)[1].context or ())
+    else:
+        try:
+            by_name = bool(signature(net.forward).bind(**inputs))
+        except (TypeError, ValueError):
+            by_name = False
+    return ((), dict(inputs)) if by_name else ((inputs,), {})
+
+
 class _Losses:
     """The loss of a batch by an engine that takes what the graph takes."""
 
-    def __init__(self, graph: GraphModule, inputs: tuple, targets: Any, loss: Callable[..., Tensor] | None):
-        self.graph, self.inputs, self.targets, self.loss = graph, inputs, targets, loss
+    def __init__(self, graph: GraphModule, args: tuple, kwargs: dict, targets: Any, loss: Callable[..., Tensor] | None):
+        self.graph, self.args, self.kwargs, self.targets, self.loss = graph, args, kwargs, targets, loss
 
     def __call__(self, engine: Any) -> Tensor:
         graph = self.graph if engine is self.graph._engine else self.graph.on(engine)
-        out = graph(*self.inputs)
+        out = graph(*self.args, **self.kwargs)
         if self.loss is not None:
             if engine is not self.graph._engine:
                 # The loss draws the same numbers whatever the graph drew; the engine puts the generators back.

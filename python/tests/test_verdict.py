@@ -313,3 +313,23 @@ def test_a_step_without_a_gradient_is_not_measured_and_the_training_goes_on():
     assert not [e for e in events if "problem" in e]
     train(data[:1], 2)
     assert any("the full-precision gradient of the batch is zero" in e.get("problem", "") for e in events), events
+
+
+def test_batches_may_be_dicts_of_the_forwards_arguments(net):
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x, labels=None):
+            return {"loss": F.cross_entropy(self.net(x), labels)}
+
+    class OfDict(WithLoss):
+        def forward(self, batch):
+            return super().forward(**batch)
+
+    dicts = [{"labels": y, "x": x} for x, y in batches(1)]
+    graph = plumb.capture(WithLoss(), **dicts[0])
+    results = [plumb.verdict(model, dicts, recipes=["fp8"], steps=1) for model in (WithLoss(), OfDict(), graph)]
+    results.append(plumb.verdict(net, [({"x": x}, y) for x, y in batches(1)], F.cross_entropy, recipes=["fp8"], steps=1))
+    assert len({one.recipes["fp8"]["backward"] for one in results}) == 1
