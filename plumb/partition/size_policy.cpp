@@ -120,4 +120,18 @@ std::vector<std::string> cut_values(const GraphModule& module, const Pipe& pipe)
   return first;
 }
 
+int count_operators(const GraphModule& module) {
+  int count = 0;
+  for (const Node* node : module.graph().nodes()) count += node->is_call() && !is_pipe_split(*node) ? 1 : 0;
+  return count;
+}
+
+void check_plan_fits(int operators, const GraphModule& module) {
+  const int here = count_operators(module);
+  if (operators == 0 || operators == here) return;
+  throw Error(ErrorKind::StructureMismatch,
+              str("the plan was made for a graph of ", operators, " operators, and this one has ", here), "",
+              kPlanAgain);
+}
+
 }  // namespace plumb

@@ -28,4 +28,9 @@ std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::v
 // Returns for each stage but the first a value before which mark_before() cuts there again.
 std::vector<std::string> cut_values(const GraphModule& module, const Pipe& pipe);
 
+// Returns the number of operators of a graph, marks left out.
+int count_operators(const GraphModule& module);
+// Throws Error(StructureMismatch) if a plan for a graph of so many operators is for another one; 0: unknown.
+void check_plan_fits(int operators, const GraphModule& module);
+
 }  // namespace plumb

@@ -1,6 +1,7 @@
 #include "plumb/schedule/pipeline_plan.h"
 
 #include <cmath>
+#include <limits>
 
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
@@ -79,6 +80,7 @@ std::string to_json(const PipelinePlan& plan) {
                                            {"replicas", plan.replicas},
                                            {"seconds", plan.seconds},
                                            {"memory", plan.memory},
+                                           {"operators", plan.operators},
                                            {"cut", plan.cut},
                                            {"recompute", plan.recompute},
                                            {"table", table}};
@@ -120,6 +122,7 @@ PipelinePlan parse_plan(std::string_view text, const std::string& where) {
     reader.fail(str("'table' has ", plan.schedule.num_microbatches, " microbatches"));
   if (plan.schedule.has_messages()) reader.fail("'table' holds messages, which a run adds itself");
   plan.replicas = reader.whole("replicas", 1, kMostPlanParts);
+  if (document.contains("operators")) plan.operators = reader.whole("operators", 0, std::numeric_limits<int>::max());
   plan.cut = reader.texts("cut");
   plan.recompute = reader.texts("recompute");
   const auto stages = static_cast<std::size_t>(plan.num_stages());

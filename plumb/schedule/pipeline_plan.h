@@ -20,6 +20,7 @@ struct PipelinePlan {
   // Predictions, for people.
   double seconds = 0;          // predicted time of a step
   std::vector<double> memory;  // bytes, by rank
+  int operators = 0;           // number of operators of the graph that the plan is for; 0: unknown
 
   int num_stages() const { return schedule.num_stages(); }
   bool operator==(const PipelinePlan&) const = default;

@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 
 PipelinePlan example() {
   const Schedule schedule = zbv_schedule(2, 4);
-  return {{"addmm_1", "gelu", "addmm_3"}, schedule, {"cheap", "none", "cheap", "cheap"}, 2, 0.25, {1e6, 2e6}};
+  return {{"addmm_1", "gelu", "addmm_3"}, schedule, {"cheap", "none", "cheap", "cheap"}, 2, 0.25, {1e6, 2e6}, 12};
 }
 
 std::string changed(const char* entry, const nlohmann::json& value) {
@@ -28,6 +28,12 @@ std::string changed(const char* entry, const nlohmann::json& value) {
 }
 
 TEST(PipelinePlan, IsReadAgainAsItWasWritten) { EXPECT_EQ(parse_plan(to_json(example())), example()); }
+
+TEST(PipelinePlan, OfAnOlderVersionIsForAGraphOfAnySize) {
+  nlohmann::json document = nlohmann::json::parse(to_json(example()));
+  document.erase("operators");
+  EXPECT_EQ(parse_plan(document.dump()).operators, 0);
+}
 
 TEST(PipelinePlan, IsNotWrittenWithWhatJsonCannotHold) {
   PipelinePlan plan = example();
@@ -53,6 +59,7 @@ TEST(PipelinePlan, SaysWhichEntryIsWrong) {
   EXPECT_THAT(problem(changed("cut", {"a"})), HasSubstr("'cut' 2"));
   EXPECT_THAT(problem(changed("cut", {1, 2, 3})), HasSubstr("'cut' holds what is no text"));
   EXPECT_THAT(problem(changed("recompute", {"cheap", "all", "cheap", "cheap"})), HasSubstr("neither cheap nor none"));
+  EXPECT_THAT(problem(changed("operators", -1)), HasSubstr("'operators'"));
   EXPECT_THAT(problem(changed("memory", {-1})), HasSubstr("'memory'"));
   EXPECT_THAT(problem(changed("seconds", "soon")), HasSubstr("'seconds'"));
   EXPECT_THAT(problem(changed("table", {"0F0\n1F0", "1F0"})), HasSubstr("more than actions"));

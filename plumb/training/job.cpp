@@ -241,7 +241,10 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (o.stages > 1 || o.wire.empty()) wire.exclude = o.wire_exclude;
   if (o.stages > 1 && !o.wire.empty()) wire.formats = {o.wire[0], o.wire[1]};
   CutOptions cuts{o.at, o.transmit, wire, job.plan ? job.plan->cut : std::vector<std::string>()};
-  job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] { return cut(module, stages, cuts, needed_by); });
+  job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] {
+    if (job.plan) check_plan_fits(job.plan->operators, module);
+    return cut(module, stages, cuts, needed_by);
+  });
   if (job.formats) {
     // Rounds the whole model, then cuts it there again: a value that several stages multiply is rounded once, and its
     // gradients are summed as in one process.

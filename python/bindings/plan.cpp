@@ -2,6 +2,7 @@
 #include "errors.h"
 #include "module.h"
 #include "plumb/core/output_file.h"
+#include "plumb/partition/size_policy.h"
 #include "plumb/training/plan/plan_model.h"
 #include "plumb/training/plan/plan_page.h"
 #include "plumb/training/step/loss.h"
@@ -75,12 +76,14 @@ Register plan_part([](py::module_& m) {
       .def_readonly("schedule", &PipelinePlan::schedule)
       .def_readonly("recompute", &PipelinePlan::recompute)
       .def_readonly("replicas", &PipelinePlan::replicas)
+      .def_readonly("operators", &PipelinePlan::operators)
       .def_readonly("seconds", &PipelinePlan::seconds)
       .def_readonly("memory", &PipelinePlan::memory)
       .def("json", [](const PipelinePlan& plan) { return to_json(plan); })
       .def("save",
            [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); });
   m.def("read_plan", &read_plan, py::arg("path"));
+  m.def("check_plan_fits", &check_plan_fits, py::arg("operators"), py::arg("module"));
   py::class_<PythonPlanned>(m, "PlannedModel", "Every schedule that was compared for a model.")
       .def_property_readonly("rows",
                              [](const PythonPlanned& p) {

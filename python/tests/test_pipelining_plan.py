@@ -10,9 +10,9 @@ import plumb
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, depth=8):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
         self.head = nn.Linear(16, 64)
 
     def forward(self, x):
@@ -80,7 +80,9 @@ def test_a_plan_of_another_model_is_refused_with_what_to_do(net):
     x = torch.randn(4, 16)
     best = plan(net, (x,), ranks=2, microbatches=4, schedules=["1F1B"], estimate=True)
     with pytest.raises(plumb.Error, match="the graph has no value(?s:.*)the model that the plan was made for"):
-        pipeline(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), (x,), split_policy=best)
+        pipeline(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4), *(nn.Tanh() for _ in range(14))), (x,), split_policy=best)
+    with pytest.raises(plumb.Error, match="for a graph of 17 operators, and this one has 25(?s:.*)the model that the plan was made for"):
+        pipeline(Net(12), (x,), split_policy=best)
 
 
 def test_a_search_beside_a_bidirectional_schedule_starts_from_the_others(net):
@@ -98,6 +100,11 @@ def test_what_cannot_be_planned_says_why(net, tmp_path):
     for link in ((0, 1), (float("inf"), 1), (1, float("nan"))):
         with pytest.raises(plumb.Error, match="the link has no rate"):
             plan(net, (x,), ranks=2, link=link)
+    for wrong in ({"link": 12.5}, {"link": (1,)}, {"link": ("a", "b")}, {"memory": "1GiB"}):
+        with pytest.raises(plumb.Error, match=next(iter(wrong)) + " is .*(?s:.*)try: "):
+            plan(net, (x,), ranks=2, **wrong)
+    with pytest.raises(plumb.Error, match="the plan is a int"):
+        Plan(3)
     for counts in ([], [0], [1, -3], [10**9]):
         with pytest.raises(plumb.Error, match="stages_per_rank are no numbers from 1 to 1024"):
             plan(net, (x,), ranks=2, stages_per_rank=counts)
@@ -107,6 +114,8 @@ def test_what_cannot_be_planned_says_why(net, tmp_path):
     for loss, says in ((lambda y: 3.0, "type <class 'float'>"), (lambda y: None, "type <class 'NoneType'>"), (lambda y: y[99], "IndexError")):
         with pytest.raises(plumb.Error, match=says):
             plan(net, (x,), ranks=2, loss=loss)
+    with pytest.raises(plumb.Error, match="there is no loss named 'huber'"):
+        plan(net, (x,), ranks=2, loss="huber")
     (tmp_path / "bad.json").write_text('{"plumb_plan": 1}')
     with pytest.raises(plumb.Error, match="is no plan of plumb"):
         Plan(tmp_path / "bad.json")

@@ -259,8 +259,8 @@ const ScheduleChoice& PlannedModel::least_memory() const {
 
 PipelinePlan PlannedModel::plan_of(const GraphModule& module, const ScheduleChoice& choice, int replicas) const {
   const auto pipe = pipe_of(choice);
-  PipelinePlan plan{cut_values(module, *pipe),  choice.schedule, joint_recompute, replicas,
-                    choice.simulation.makespan, choice.memory};
+  PipelinePlan plan{cut_values(module, *pipe),  choice.schedule, joint_recompute,        replicas,
+                    choice.simulation.makespan, choice.memory,   count_operators(module)};
   if (choice.name != kJoint) plan.recompute.assign(static_cast<size_t>(pipe->num_stages()), "cheap");
   return plan;
 }

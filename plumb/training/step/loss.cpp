@@ -83,6 +83,8 @@ std::function<at::Tensor(const Tensors&)> example_loss(const std::string& loss, 
   const bool logits = first != nullptr && first->is_floating_point() && first->sizes.size() > 1;
   std::string which = loss;
   if (which.empty()) which = find_loss_by_name(module.out_spec()) || !logits ? "output" : "cross_entropy";
+  if (which != "none" && which != "output" && which != "mse" && which != "cross_entropy")
+    throw UsageError("there is no loss named '" + which + "'", "cross_entropy, mse, output or none");
   if (which == "none") return {};
   if (which == "output") {
     if (loss.empty() && (first == nullptr || !first->is_floating_point())) return {};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,9 @@ class Plan(SplitPolicy):
     """
 
     def __init__(self, plan: str | os.PathLike | _C.Plan):
-        self._plan = _C.read_plan(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
+        if not isinstance(plan, (str, os.PathLike, _C.Plan)):
+            raise Error(f"the plan is a {type(plan).__name__}", remedy="the path of a file of plumb plan -o, or plan(model, ...)")
+        self._plan = plan if isinstance(plan, _C.Plan) else _C.read_plan(os.fspath(plan))
         self._planned: Any = None
         self._name = ""
         self.rows: list[dict[str, Any]] = []
@@ -49,6 +52,7 @@ class Plan(SplitPolicy):
     microbatches = property(lambda self: self._plan.schedule.num_microbatches)
 
     def cuts(self, source: Source) -> dict[str, Any]:
+        _C.check_plan_fits(self._plan.operators, source.engine)
         return {"before_values": self.cut}
 
     def build_stages(self, pipe: CutPipe, rank: int, device: torch.device | str, group: Any = None) -> list[Any]:
@@ -117,6 +121,10 @@ def plan(
     Costs are processor time, the middle one of several runs with as many cores at work as there are ranks. Raises
     `plumb.Error`, for a limit that no schedule keeps also.
     """
+    if not (isinstance(link, (tuple, list)) and len(link) == 2 and all(isinstance(number, Real) for number in link)):
+        raise Error(f"link is {link!r}", remedy="GB a second, and microseconds a message: link=(2.0, 50.0)")
+    if not isinstance(memory, (Real, type(None))):
+        raise Error(f"memory is {memory!r}", remedy="a number of bytes, memory=8e9")
     source, _ = make_source(module, mb_args, mb_kwargs)
     planned = _C.plan_model(
         source.engine, source.example, ranks=ranks, microbatches=microbatches or 2 * ranks, replicas=replicas,
