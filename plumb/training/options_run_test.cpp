@@ -1,4 +1,5 @@
 // The checks of options that say where a training runs and what it leaves behind.
+#include <algorithm>
 #include <fstream>
 
 #include "plumb/checkpoint/safetensors.h"
@@ -146,6 +147,18 @@ Checks checks_of_checkpoints() {
          EXPECT_EQ(audit_period(o, table), 25) << "8 runs of a stage a step";
          o.audit_every = 5;
          EXPECT_EQ(audit_period(o, table), 5);
+         o.stages = 2;
+         const Schedule both_ways = make_schedule("DualPipe", 2, 4);
+         for (int64_t step = 1; step <= 20; ++step) {
+           const AuditChoice choice = audit_choice(o, both_ways, step);
+           const auto& row = both_ways.rows[static_cast<size_t>(choice.rank)];
+           EXPECT_TRUE(std::ranges::any_of(row,
+                                           [&](const Action& action) {
+                                             return action.first_part() ==
+                                                    Action::forward(choice.stage, choice.microbatch);
+                                           }))
+               << "rank " << choice.rank << " does not compute microbatch " << choice.microbatch;
+         }
        }},
       {"recut",
        [](TrainingOptions& t) {

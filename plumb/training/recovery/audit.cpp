@@ -275,7 +275,12 @@ AuditChoice audit_choice(const TrainOptions& o, const Schedule& schedule, int64_
   choice.by = (choice.rank + 1 + below(o.processes() - 1)) % o.processes();
   const auto stages = schedule.placement.stages_of(choice.rank % schedule.num_ranks());
   choice.stage = stages[static_cast<size_t>(below(static_cast<int>(stages.size())))];
-  choice.microbatch = below(schedule.num_microbatches);
+  std::set<int> computed;  // microbatches that this rank computes: of a bidirectional schedule half of them
+  for (const Action& action : schedule.rows[static_cast<size_t>(choice.rank % schedule.num_ranks())]) {
+    const Action forward = action.first_part();
+    if (forward.kind == ActionKind::Forward && forward.stage == choice.stage) computed.insert(forward.microbatch);
+  }
+  choice.microbatch = *std::next(computed.begin(), below(static_cast<int>(computed.size())));
   return choice;
 }
 
