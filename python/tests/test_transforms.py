@@ -212,3 +212,15 @@ def test_a_report_says_in_a_line_what_was_done_and_is_a_table_in_a_notebook():
     assert said._repr_html_().count("<tr>") == 1 + len(said[0]["entries"])
     said[0]["entries"][0]["node"] = "<script>"
     assert "&lt;script&gt;" in said._repr_html_() and "<script>" not in said._repr_html_()
+
+
+def test_tracking_keeps_tangents_of_forward_mode():
+    net, x, t = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
+    tangents = []
+    for model in (net, track_scales(net)):
+        for needed in (False, True):
+            with torch.autograd.forward_ad.dual_level():
+                given = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(needed), t)
+                tangents.append(torch.autograd.forward_ad.unpack_dual(model(given)).tangent)
+    for tangent in tangents[1:]:
+        assert torch.equal(tangent, tangents[0])

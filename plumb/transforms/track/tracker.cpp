@@ -336,6 +336,7 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   if (!x.requires_grad()) {
     if (!input || traced) return x;
     at::Tensor alias = x.detach();
+    if (x._fw_grad(0).defined()) alias._set_fw_grad(x._fw_grad(0), 0, false);
     torch::autograd::set_history(alias, make_node<InputProbe>());
     watch(alias, std::move(tracker), slot, rows);
     return alias;
