@@ -5,6 +5,8 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
+#include "plumb/core/str.h"
+#include "plumb/core/table.h"
 
 namespace plumb {
 namespace {
@@ -67,7 +69,15 @@ Constraint::Constraint(std::string_view name) {
 
 std::vector<double> Constraint::apply(std::vector<double> scales) const {
   if (name_) return apply_constraint(*name_, std::move(scales));
-  if (fn_ && !scales.empty()) scales.assign(scales.size(), fn_(scales));
+  if (!fn_ || scales.empty()) return scales;
+  const double scale = fn_(scales);
+  if (!std::isfinite(scale)) {
+    throw Error(ErrorKind::Numerics,
+                str("the constraint's function returns ", scale, " for the scales ",
+                    join(scales, [](double each) { return short_number(each); })),
+                "", "return one finite scale, or a name: to_output_scale, gmean, hmean or amean");
+  }
+  scales.assign(scales.size(), scale);
   return scales;
 }
 

@@ -32,7 +32,8 @@ class Constraint {
   // Returns the name, where it has one; none for no constraint and for a user's function.
   const std::optional<std::string>& name() const { return name_; }
   bool is_user_function() const { return fn_ && !name_; }
-  // Returns the scales after the constraint: all equal, or untouched when there is none.
+  // Returns the scales after the constraint: all equal, or untouched when there is none. Throws Error(Numerics) if a
+  // user's function returns no finite number.
   std::vector<double> apply(std::vector<double> scales) const;
 
  private:

@@ -42,6 +42,17 @@ TEST(Constraint, OfAUserSeesAllScales) {
   EXPECT_THAT(largest.apply({2, 3}), ElementsAre(3, 3));
 }
 
+TEST(Constraint, RefusesAFunctionWithoutAFiniteScale) {
+  for (const double wrong : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+    try {
+      Constraint(ConstraintFn([&](std::span<const double>) { return wrong; })).apply({2, 3});
+      ADD_FAILURE() << "no error for " << wrong;
+    } catch (const Error& e) {
+      EXPECT_THAT(e.what(), testing::HasSubstr("for the scales 2, 3"));
+    }
+  }
+}
+
 TEST(Constraint, RefusesUnknownNamesAndMisfits) {
   EXPECT_THROW(apply_constraint("median", {1, 2}), Error);
   EXPECT_THROW(apply_constraint("to_left_grad_scale", {1, 2}), Error);

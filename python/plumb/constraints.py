@@ -6,7 +6,7 @@ constrained input's gradient) that returns the one scale to use.
 
 from __future__ import annotations
 
-from math import prod
+from math import isfinite, prod
 from typing import Callable, Optional, Tuple, Union
 
 Constraint = Union[None, str, Callable[..., float]]
@@ -67,14 +67,17 @@ def _check_name(name: str) -> None:
 
 
 def apply_constraint(constraint_name: Constraint, *scales: float) -> Tuple[float, ...]:
-    """The scales after the constraint: all equal, or as they are without one. ValueError for an unknown name."""
+    """The scales after the constraint: all equal, or as they are without one. ValueError for an unknown name, and for a scale that is not finite."""
     if constraint_name is None or constraint_name == "":
         return scales
     fn: Optional[Callable[..., float]] = constraint_name if callable(constraint_name) else None
     if fn is None:
         _check_name(constraint_name)
         fn = _NAMED[constraint_name]
-    return (fn(*scales),) * len(scales)
+    scale = fn(*scales)
+    if not isfinite(scale):
+        raise ValueError(f"The constraint {constraint_name!r} returns {scale} for the scales {scales}; return one finite scale.")
+    return (scale,) * len(scales)
 
 
 __all__ = [*_NAMED, "apply_constraint"]

@@ -259,3 +259,9 @@ def test_autocast_casts_what_it_casts_for_torch():
     y.sum().backward()
     assert x.grad.dtype == w.grad.dtype == torch.float32
     torch.testing.assert_close(y.float(), U.linear(x, w), rtol=2e-2, atol=2e-2)
+
+
+def test_a_constraint_without_a_finite_scale_is_refused():
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"returns {wrong} for the scales .* return one finite scale"):
+            U.linear(torch.ones(2, 3), torch.ones(4, 3), constraint=lambda *scales, wrong=wrong: wrong)
