@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
@@ -47,6 +48,20 @@ int listen_at(const std::string& address, int& port) {
   if (reason == EADDRNOTAVAIL) return -1;
   throw Error(ErrorKind::Communication, str("cannot listen at ", address, ":", port, ": ", std::strerror(reason)), "",
               system_remedy(reason, "choose another port"));
+}
+
+void wait_for_host(const std::string& what, const std::string& name, std::chrono::milliseconds timeout) {
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  while (true) {
+    addrinfo* found = nullptr;
+    const int problem = ::getaddrinfo(name.c_str(), nullptr, nullptr, &found);
+    if (problem == 0) return ::freeaddrinfo(found);
+    if (std::chrono::steady_clock::now() >= until) {
+      throw Error(ErrorKind::Communication, str(what, ": no host has the name '", name, "': ", ::gai_strerror(problem)),
+                  "", "check MASTER_ADDR: the name or address of rank 0's host, as this host knows it");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
 }
 
 std::string address_towards(const std::string& other) {

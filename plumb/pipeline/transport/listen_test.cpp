@@ -1,6 +1,7 @@
 #include "plumb/pipeline/transport/listen.h"
 
 #include <arpa/inet.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <ifaddrs.h>
 #include <netinet/in.h>
@@ -12,6 +13,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/pipeline/transport/process_group.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -66,6 +68,19 @@ TEST(Listen, LeavesNamesOfHostsAndForeignAddressesAlone) {
     int port = 0;
     EXPECT_EQ(listen_at(address, port), -1) << address;
   }
+}
+
+TEST(Listen, ARankGivesUpInTimeOnANameThatNoHostHas) {
+  RankEnvironment env;
+  env.rank = 1;
+  env.world_size = 2;
+  env.master_address = "nobody.invalid";
+  GlooOptions options;
+  options.timeout = std::chrono::seconds(1);
+  EXPECT_THAT(
+      message_of([&] { make_gloo_group(env, options); }),
+      testing::AllOf(testing::HasSubstr("rank 1 of 2"), testing::HasSubstr("no host has the name 'nobody.invalid'"),
+                     testing::HasSubstr("check MASTER_ADDR")));
 }
 
 TEST(Listen, NamesAPortThatIsTaken) {

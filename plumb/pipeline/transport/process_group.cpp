@@ -93,6 +93,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& env, std::chro
   const auto what =
       str("rank ", env.rank, " of ", env.world_size,
           serves ? " cannot serve the store at " : " cannot reach the store of rank 0 at ", address_of(env));
+  wait_for_host(what, env.master_address, timeout);
   c10::intrusive_ptr<c10d::Store> opened =
       connecting(what, "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT", [&] {
         c10d::TCPStoreOptions store;
