@@ -192,7 +192,8 @@ TEST_F(GoingOn, ARankThatCannotStartIsToldToThoseThatWaitForIt) {
                             " timeout 45 " PLUMB_COMMAND " train lm.pt2 --stages 2 --steps 1 --save other.pt2 --data ";
   for (const auto& [wrong, says] :
        std::map<std::string, std::string>{{"missing.bin", "missing.bin: cannot be opened"},
-                                          {"tokens.bin --config missing.toml", "missing.toml: cannot be opened"}}) {
+                                          {"tokens.bin --config missing.toml", "missing.toml: cannot be opened"},
+                                          {"tokens.bin --lr x", "--lr: x is no positive"}}) {
     for (const int failed : {0, 1}) {
       SCOPED_TRACE(wrong + " on rank " + std::to_string(failed));
       const std::string other = "RANK=" + std::to_string(1 - failed) + " " + ranks + "tokens.bin";

@@ -21,6 +21,7 @@
 #include "plumb/core/output_file.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/transport/process_group.h"
 
 namespace {
 
@@ -90,6 +91,10 @@ int run(int argc, char** argv) {
     const std::string unknown = chosen.empty() ? "" : unknown_option(*chosen.front());
     const std::string help = "plumb " + (chosen.empty() ? "" : chosen.front()->get_name() + " ") + "--help";
     std::cerr << "plumb: " << (unknown.empty() ? e.what() + ("\n  try: " + help) : unknown) << "\n";
+    // Ranks whose options are right wait for this one.
+    const auto place =
+        !chosen.empty() && chosen.front()->get_name() == "train" ? plumb::discover_ranks() : std::nullopt;
+    if (place) plumb::tell_cannot_start(*place, e.what());
     return 2;
   }
   return 0;
