@@ -20,9 +20,17 @@ struct VerdictArguments {
   bool json = false;
 };
 
+// A warm-up is trained before it is measured: with more steps, a verdict takes as long as a training.
+constexpr int64_t kMostWarmup = 10000;
+
 // A training of a few steps, nothing of which is kept.
 void judge(const VerdictArguments& given) {
   TrainOptions o = read_options("", given.texts);
+  if (o.warmup > kMostWarmup) {
+    throw UsageError(c10::str("--warmup ", o.warmup, ": so many steps are trained before the last are measured, ",
+                              kMostWarmup, " at most"),
+                     "a shorter --warmup, or plumb train --verdict for a training that runs anyway");
+  }
   if (given.recipes != std::vector<std::string>{"all"}) {
     used_by("--recipes", [&] { std::ranges::for_each(given.recipes, read_recipe); });
   }

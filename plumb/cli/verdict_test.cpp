@@ -56,6 +56,7 @@ TEST_F(Verdicts, RefusesVerdictsThatCannotBeMeasured) {
   wrong("verdict lm.pt2 --data tokens.bin --recipes all,fp8", "--recipes: 'all' is no recipe");
   wrong("train lm.pt2 --data tokens.bin --verdict fp8 --stages 2", "--verdict: is measured on a model in one part");
   wrong("train lm.pt2 --data tokens.bin --formats fp9", "--formats: 'fp9' is no recipe");
+  wrong("verdict lm.pt2 --data tokens.bin --warmup 1000000", "--warmup 1000000: so many steps are trained before");
   EXPECT_EQ(plumb("verdict lm.pt2").code, 2);
   EXPECT_EQ(plumb("verdict missing.pt2 --data tokens.bin").code, 1);
 }
