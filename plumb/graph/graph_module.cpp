@@ -168,6 +168,12 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
   return unflatten(out_spec_, run(std::move(leaves)));
 }
 
+at::Tensor GraphModule::the_tensor(const c10::IValue& output) const {
+  if (output.isTensor()) return output.toTensor();
+  throw Error(ErrorKind::StructureMismatch, "the module returns " + out_spec_.to_string() + ", not one tensor", "",
+              "call forward({inputs...}), which returns the structure, or run({inputs...}) for a flat list");
+}
+
 void GraphModule::sync_module() {
   const std::lock_guard guard(mutex_of(lock_));
   register_members();

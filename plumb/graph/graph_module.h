@@ -37,10 +37,10 @@ class GraphModule : public torch::nn::Module {
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs);
   // Structured: positional arguments (and keyword ones by name) as in the original call.
   c10::IValue forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs = {});
-  // Tensors in, one tensor out.
+  // Tensors in, one tensor out. Throws Error(StructureMismatch) if the outputs are more, or nested.
   template <typename... Tensors>
   at::Tensor operator()(const Tensors&... inputs) {
-    return forward({c10::IValue(inputs)...}).toTensor();
+    return the_tensor(forward({c10::IValue(inputs)...}));
   }
 
   // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive.
@@ -74,6 +74,7 @@ class GraphModule : public torch::nn::Module {
   TreeSpec in_spec_, out_spec_;
   std::string mode_read_at_;
   void register_members();
+  at::Tensor the_tensor(const c10::IValue& output) const;
   std::unique_ptr<std::mutex> lock_ =
       std::make_unique<std::mutex>();  // lock for plan_, and for the state while plans are made of it
   std::shared_ptr<const Plan> plan_;

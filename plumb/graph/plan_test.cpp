@@ -228,6 +228,17 @@ TEST(GraphModule, TakesKeywordsAndReturnsStructure) {
   EXPECT_THROW(m.forward({at::ones({2}), at::ones({})}, {{"scale", at::ones({})}}), Error);
 }
 
+TEST(GraphModule, CalledForOneTensorSaysWhatItReturnsInstead) {
+  GraphModule m(parse_graph(R"(graph { %x = placeholder "x" %y = aten::neg(%x) output(%y, %x) })"), State(),
+                TreeSpec::positional_inputs(1), TreeSpec::tuple({TreeSpec::leaf(), TreeSpec::leaf()}));
+  try {
+    m(at::ones({2}));
+    FAIL() << "two tensors are no tensor";
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("the module returns (*, *), not one tensor"));
+  }
+}
+
 TEST(Plan, NamesTheIndexThatATableDoesNotHave) {
   State state;
   state.add({"wte.weight", AttrKind::Parameter, at::randn({50, 4}).requires_grad_()});
