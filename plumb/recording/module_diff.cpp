@@ -157,6 +157,8 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
     }
     for (const Direction direction : {Direction::Forward, Direction::Backward}) {
       const auto x = last_of(*of_a_, each.slot, direction), y = last_of(*of_b_, other->second.slot, direction);
+      if (x.has_value() != y.has_value() && direction == Direction::Backward)
+        (x ? report.only_a : report.only_b).push_back("the gradient of " + each.tensor.name);
       if (!x || !y) continue;
       const TensorDistance apart = distance_between(*x, *y);
       Difference where{place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient};

@@ -280,3 +280,13 @@ def test_wrong_arguments_are_refused_with_what_to_do():
     refused("are for two modules", *states, tolerance=0.1)
     refused("the loss has 8 elements", net(), net(), x, loss=lambda out: out)
     refused("the loss is a NoneType", net(), net(), x, loss=lambda out: None)
+
+
+def test_gradients_that_one_module_alone_has_are_named():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.randn(3, 8)
+    frozen = copy.deepcopy(net)
+    frozen[0].requires_grad_(False)
+    assert set(plumb.diff(net, frozen, x).only_a) >= {"the gradient of 0.weight", "the gradient of 0.bias"}
+    assert set(plumb.diff(frozen, net, x).only_b) >= {"the gradient of 0.weight", "the gradient of 0.bias"}
+    assert plumb.diff(net, net, x).only_a == []
