@@ -264,6 +264,17 @@ TEST(Exported, WritesAGraphThatCameFromNoFile) {
   EXPECT_THAT(said, HasSubstr("torch.Size([1, 4])"));
 }
 
+TEST(Exported, NamesATensorOfTheStateThatIsUndefined) {
+  Graph g;
+  g.output({g.call("aten::neg", {g.placeholder("x")->result()})->result()});
+  State state;
+  state.add({"norm.mean", AttrKind::Buffer, at::Tensor()});
+  const GraphModule module(std::move(g), std::move(state), TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  const Error error = error_of([&] { save_pt2(module, programs() / "undefined.pt2"); });
+  EXPECT_EQ(error.kind(), ErrorKind::Unsupported);
+  EXPECT_THAT(error.what(), HasSubstr("'norm.mean'"));
+}
+
 TEST(Exported, LeavesTheOldFileWhenSavingFails) {
   const fs::path path = programs() / "kept.pt2";
   spill(path, "old");

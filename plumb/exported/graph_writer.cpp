@@ -133,6 +133,10 @@ void GraphWriter::write_state(Level& level, Json& specs) {
   }
   for (const Attr& attr : state_) {  // in the state's own order, which is that of a state_dict
     if (attr.kind == AttrKind::Constant && !uses.count(attr.name)) continue;
+    if (!attr.tensor.defined()) {
+      throw Error(ErrorKind::Unsupported, "'" + attr.name + "' of the module's state is an undefined tensor", "",
+                  "give it values, or leave it out of the state");
+    }
     const bool weight = attr.kind == AttrKind::Parameter || (attr.kind == AttrKind::Buffer && attr.persistent);
     (weight ? weights_ : constants_).push_back({attr.name, attr.tensor, attr.kind == AttrKind::Parameter});
   }
