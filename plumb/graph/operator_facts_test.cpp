@@ -287,6 +287,13 @@ TEST(Table, KnowsEveryOperatorThatTorchTagsAsAliasingOrWriting) {
   }
 }
 
+TEST(Table, KnowsThatAHistogramHandsBackTheBinsThatItIsGiven) {
+  const at::Tensor bins = at::linspace(0, 1, 4);
+  const auto [counts, edges] = at::histogramdd(at::rand({5, 1}), at::TensorList{bins});
+  EXPECT_TRUE(edges.at(0).is_alias_of(bins)) << "torch copies them now: the row can go";
+  EXPECT_TRUE(operator_facts("aten::histogramdd").may_alias);
+}
+
 TEST(Table, KnowsWhenRandomOperatorsDrawNothing) {
   for (const auto& [name, op] : registered()) {
     if (!op.hasTag(at::Tag::nondeterministic_seeded)) continue;

@@ -99,7 +99,8 @@ constexpr OperatorGroup kGroups[] = {
     // --- may return an input, and no schema says so ---
     {"aten::",
      "atleast_1d atleast_2d atleast_3d broadcast_tensors cartesian_prod chain_matmul conj_physical "
-     "flatten_dense_tensors meshgrid pad rms_norm sum_to_size unflatten_dense_tensors unsafe_chunk unsafe_split "
+     "flatten_dense_tensors histogramdd meshgrid pad rms_norm sum_to_size unflatten_dense_tensors unsafe_chunk "
+     "unsafe_split "
      "unsafe_split_with_sizes",
      {.may_alias = true}},
 
@@ -188,7 +189,7 @@ constexpr OperatorGroup kGroups[] = {
      "gather_backward gcd ge gelu_backward geometric geqrf ger glu glu_backward gradient greater greater_equal "
      "grid_sampler grid_sampler_2d grid_sampler_3d group_norm gt hamming_window hann_window hardshrink "
      "hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward heaviside hinge_embedding_loss "
-     "histc histogram histogramdd hsplit hstack huber_loss huber_loss_backward i0 igamma igammac im2col imag "
+     "histc histogram hsplit hstack huber_loss huber_loss_backward i0 igamma igammac im2col imag "
      "index_reduce index_select index_select_backward infinitely_differentiable_gelu_backward inverse is_complex "
      "is_conj is_contiguous is_floating_point is_neg is_same_size is_signed isclose isfinite isin isinf isnan "
      "isneginf isposinf isreal istft kaiser_window kl_div kron kthvalue l1_loss layer_norm lcm ldexp le "
