@@ -6,7 +6,7 @@
 #   make test-arm                    C++ suites for 64-bit ARM, cross-built in build-arm, under emulation; SUITES="graph scaling"
 #   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version; PLATFORM=aarch64
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
-#   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
+#   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader, and long tests
 #   make sanitize SANITIZER=thread   modules, checkpoints, trainings, pipelines in several threads, under ThreadSanitizer
 #   make gpu                         on a machine with a GPU: all suites, kernels' speed, steps of a GPT, docs/gpu.md
 #   make docs                        the site of docs/, in build-docs/
@@ -116,8 +116,9 @@ gpu:
 sanitize: setup
 	@JOBS=$(JOBS) SANITIZER=$(SANITIZER) tools/sanitize.sh build-sanitize$(addprefix -,$(SANITIZER))
 
-fuzz: setup
+fuzz: all
 	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)
+	@PLUMB_LONG_TESTS=1 $(PY) -m pytest -q python/tests/test_hostile_arguments.py python/tests/test_hf_elsewhere.py
 
 docs: setup-dev configure
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb_cli

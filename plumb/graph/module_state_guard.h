@@ -26,7 +26,8 @@ class ModuleStateGuard {
   void watch(int index, const at::Tensor& tensor);
   // Called before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
   void before_write(const at::Tensor& tensor);
-  // Takes a before_write() back if the tensor was not written after all. Returns whether its contents are those of then.
+  // Takes a before_write() back if the tensor was not written after all. Returns whether its contents are those of
+  // then.
   bool was_not_written(const at::Tensor& tensor);
   // Calls before_write() for all buffers, where nobody watches what the run writes.
   void keep_buffers(const State& state);
