@@ -100,8 +100,7 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::",
      "atleast_1d atleast_2d atleast_3d broadcast_tensors cartesian_prod chain_matmul conj_physical "
      "flatten_dense_tensors histogramdd meshgrid pad rms_norm sum_to_size unflatten_dense_tensors unsafe_chunk "
-     "unsafe_split "
-     "unsafe_split_with_sizes",
+     "unsafe_split unsafe_split_with_sizes",
      {.may_alias = true}},
 
     // --- memory as it was found ---

@@ -67,7 +67,9 @@ def _check_name(name: str) -> None:
 
 
 def apply_constraint(constraint_name: Constraint, *scales: float) -> Tuple[float, ...]:
-    """The scales after the constraint: all equal, or as they are without one. ValueError for an unknown name, and for a scale that is not finite."""
+    """Returns the scales after the constraint: all equal, or as they are without one.
+
+    Raises ValueError for an unknown name, and for a scale that is not finite."""
     if constraint_name is None or constraint_name == "":
         return scales
     fn: Optional[Callable[..., float]] = constraint_name if callable(constraint_name) else None

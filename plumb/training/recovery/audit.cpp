@@ -280,7 +280,7 @@ AuditChoice audit_choice(const TrainOptions& o, const Schedule& schedule, int64_
     const Action forward = action.first_part();
     if (forward.kind == ActionKind::Forward && forward.stage == choice.stage) computed.insert(forward.microbatch);
   }
-  if (computed.empty()) computed.insert(0);  // of a copy of a stage that a table gives nothing to do
+  if (computed.empty()) computed.insert(0);  // a table may give a copy of a stage nothing to do
   choice.microbatch = *std::next(computed.begin(), below(static_cast<int>(computed.size())));
   return choice;
 }

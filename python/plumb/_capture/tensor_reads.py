@@ -71,7 +71,8 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
     known = torch._C.TensorBase.requires_grad.__get__(self)
     if isinstance(self, nn.Parameter) and bool(value) != known and _C.is_capturing():
         _C.refuse(
-            f"the forward sets requires_grad of a parameter ({self.dtype}, {tuple(self.shape)}) to {bool(value)}, which no run of a graph does",
+            f"the forward sets requires_grad of a parameter ({self.dtype}, {tuple(self.shape)}) to {bool(value)}, "
+            "which no run of a graph does",
             "set it before the capture; for parameters that one step does not train use them detached, parameter.detach()",
         )
     # Inputs of a capture are no leaves and require grad already: setting it to True changes nothing.
@@ -121,7 +122,8 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def watched_tensors(one_graph: bool) -> Iterator[None]:
     """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
-    hooks on tensors and other ``requires_grad`` of parameters. `one_graph`: no other graph exists for inputs whose ``requires_grad`` differs, so reads of it are guarded."""
+    hooks on tensors and other ``requires_grad`` of parameters. `one_graph`: no other graph exists for inputs whose ``requires_grad``
+    differs, so reads of it are guarded."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield
