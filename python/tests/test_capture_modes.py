@@ -98,3 +98,16 @@ def test_is_undisturbed_by_the_callers_modes():
         assert text() == plain
     with torch.inference_mode():
         assert text() == plain
+
+
+def test_attention_in_eval_has_the_bits_of_eager_without_its_fused_kernels():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).eval()
+    x, padding = torch.randn(2, 4, 16), torch.tensor([[False] * 4, [False, False, True, True]])
+    graph = plumb.capture(encoder, x, src_key_padding_mask=padding)
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            assert torch.equal(graph(x, src_key_padding_mask=padding), encoder(x, src_key_padding_mask=padding))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
