@@ -97,6 +97,15 @@ class Table(NamedTuple):
             yield from [(i, a, b) for i, (a, b) in enumerate(zip(before, live)) if a is not b]
 
 
+def changed_slots(tables: list[Table]) -> Iterator[tuple[Table, Any, Any, Any]]:
+    """Returns (table, key, before, now) of all slots with another object. They may be written meanwhile."""
+    for table in tables:
+        if type(table.live) is OrderedDict and not table.live and not table.before:
+            continue  # most tables: the hooks of a module that has none
+        for key, before, now in list(table.differences()):
+            yield table, key, before, now
+
+
 def same_objects(a: Any, b: Any) -> bool:
     return a is b or (
         isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and all(x is y for x, y in zip(a, b))
@@ -143,7 +152,7 @@ def tables(module: nn.Module) -> list[Table]:
         if isinstance(sub._buffers, dict):  # those of a scripted module are C++'s
             found.append(Table(name, sub._buffers, dict(sub._buffers), True, holds_buffers=True))
         for key, value in list(sub.__dict__.items()):
-            if key not in _STATE and key != "forward":
+            if key not in _STATE and key != "forward" and type(value) not in PLAIN:
                 _walk(table.slot(key), value, 1, found, seen, table, key)
     return found
 
@@ -165,11 +174,10 @@ def input_tables(args: tuple, kwargs: dict) -> list[Table]:
 def written_input(tables: list[Table]) -> str:
     """Returns the name of a slot of these that the forward has written, and puts all of them back. Empty: there is none."""
     name = ""
-    for table in tables:
-        for key, before, now in list(table.differences()):
-            table.put(key, before)
-            if not (isinstance(before, PLAIN) and type(now) is type(before) and now == before):
-                name = name or table.slot(key)
+    for table, key, before, now in changed_slots(tables):
+        table.put(key, before)
+        if not (isinstance(before, PLAIN) and type(now) is type(before) and now == before):
+            name = name or table.slot(key)
     return name
 
 
@@ -265,30 +273,29 @@ class ModuleStateGuard:
         were None, are there again afterwards; new ones are gone."""
         changed = []
         self.kept, self.left = [], {}
-        for table in self.tables:
-            for key, old, now in list(table.differences()):
-                leaves, spec = pytree.tree_flatten(now)
-                if not any(isinstance(x, Tensor) for x in leaves):
-                    continue
-                self.written.add((id(table.live), key))
-                name = table.slot(key)
-                before, before_spec = pytree.tree_flatten(old)
-                alike = spec == before_spec and all(
-                    isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in zip(before, leaves)
-                )
-                if alike:
-                    pairs = [
-                        (i, a, b)
-                        for i, (a, b) in enumerate(zip(before, leaves))
-                        if isinstance(a, Tensor) and a is not b
-                    ]
-                    changed += [(f"{name}[{i}]" if len(leaves) > 1 else name, a, b) for i, a, b in pairs]
-                else:
-                    self.left[name] = now
-                    computed = self._hang_on_inputs(leaves)
-                    plain = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), now)
-                    self.kept.append(Change(table, key, name, old, plain, computed))
-                table.put(key, old)
+        for table, key, old, now in changed_slots(self.tables):
+            leaves, spec = pytree.tree_flatten(now)
+            if not any(isinstance(x, Tensor) for x in leaves):
+                continue
+            self.written.add((id(table.live), key))
+            name = table.slot(key)
+            before, before_spec = pytree.tree_flatten(old)
+            alike = spec == before_spec and all(
+                isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in zip(before, leaves)
+            )
+            if alike:
+                pairs = [
+                    (i, a, b)
+                    for i, (a, b) in enumerate(zip(before, leaves))
+                    if isinstance(a, Tensor) and a is not b
+                ]
+                changed += [(f"{name}[{i}]" if len(leaves) > 1 else name, a, b) for i, a, b in pairs]
+            else:
+                self.left[name] = now
+                computed = self._hang_on_inputs(leaves)
+                plain = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), now)
+                self.kept.append(Change(table, key, name, old, plain, computed))
+            table.put(key, old)
         return changed
 
     def refuse_new_parts(self) -> None:
@@ -326,26 +333,25 @@ class ModuleStateGuard:
         """Puts everything back. Returns notes on changes; `warn`: random draws are warned of, too."""
         notes, drawn = [], []
         self.changes = []
-        for table in self.tables:
-            for key, before, now in list(table.differences()):
-                # A new attribute goes: it may say that the forward has done what is undone here, such as registering hooks.
-                stays = before is not MISSING and not isinstance(before, PLAIN) and not holds_tensors(now)
-                if table.dotted and (key == "training" or stays):
-                    continue
-                if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
-                    continue
-                self.written.add((id(table.live), key))
-                table.put(key, before)
-                name = table.slot(key)
-                self.changes.append(Change(table, key, name, before, now))
-                if all(
-                    isinstance(x, (*PLAIN, np.ndarray))
-                    for x in pytree.tree_leaves([b for b in (before, now) if b is not MISSING])
-                ):
-                    told = ["nothing" if x is MISSING else reprlib.repr(x) for x in (before, now)]
-                    notes.append(
-                        f"attribute '{name}' changed from {told[0]} to {told[1]} in the forward: a graph does not"
-                    )
+        for table, key, before, now in changed_slots(self.tables):
+            # A new attribute goes: it may say that the forward has done what is undone here, such as registering hooks.
+            stays = before is not MISSING and not isinstance(before, PLAIN) and not holds_tensors(now)
+            if table.dotted and (key == "training" or stays):
+                continue
+            if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
+                continue
+            self.written.add((id(table.live), key))
+            table.put(key, before)
+            name = table.slot(key)
+            self.changes.append(Change(table, key, name, before, now))
+            if all(
+                isinstance(x, (*PLAIN, np.ndarray))
+                for x in pytree.tree_leaves([b for b in (before, now) if b is not MISSING])
+            ):
+                told = ["nothing" if x is MISSING else reprlib.repr(x) for x in (before, now)]
+                notes.append(
+                    f"attribute '{name}' changed from {told[0]} to {told[1]} in the forward: a graph does not"
+                )
         for sub, training in self.modes:
             sub.training = training
         if random.getstate() != self.random:
@@ -433,21 +439,20 @@ class LeftTensors:
     def __init__(self, tables: list[Table]):
         self.outputs: list[Tensor] = []
         self._written: list[_Written] = []
-        for table in tables:
-            for key, before, now in list(table.differences()):
-                if (
-                    isinstance(now, (*PLAIN, nn.Module))
-                    or callable(now)
-                    or (table.holds_buffers and isinstance(before, Tensor))
-                ):
-                    continue
-                grown = key is None and isinstance(table.live, list) and same_objects(now[: len(before)], before)
-                outputs = list(self.outputs)
-                with contextlib.suppress(Exception):  # objects that cannot be copied stay as they are
-                    template = _template(now[len(before) :] if grown else now, outputs)
-                    if len(outputs) > len(self.outputs):
-                        self._written.append(_Written(table, key, template, before, grown))
-                        self.outputs = outputs
+        for table, key, before, now in changed_slots(tables):
+            if (
+                isinstance(now, (*PLAIN, nn.Module))
+                or callable(now)
+                or (table.holds_buffers and isinstance(before, Tensor))
+            ):
+                continue
+            grown = key is None and isinstance(table.live, list) and same_objects(now[: len(before)], before)
+            outputs = list(self.outputs)
+            with contextlib.suppress(Exception):  # objects that cannot be copied stay as they are
+                template = _template(now[len(before) :] if grown else now, outputs)
+                if len(outputs) > len(self.outputs):
+                    self._written.append(_Written(table, key, template, before, grown))
+                    self.outputs = outputs
 
     @property
     def names(self) -> list[str]:

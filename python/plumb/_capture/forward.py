@@ -105,8 +105,8 @@ class _Forward:
     inside = list(INSIDE)  # whose frames are not the user's lines
     is_check = staticmethod(is_check)
 
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None):
-        self.module = module
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, guarded: bool):
+        self.module, self.guarded = module, guarded
         self.run = forward if forward is not None else module
         self.one_graph = forward is None  # transformed modules have others
         self.grad_mode = self.one_graph or torch.is_grad_enabled()
@@ -150,11 +150,14 @@ class _Forward:
 
     def buffers_after(self) -> list[tuple[str, Tensor]]:
         """Buffers that the forward re-assigned: (name, new). The old ones are there again afterwards."""
-        changed = []
+        changed: list[tuple[str, Tensor]] = []
+        of_buffers = [(name, old) for name, kind, old, _ in self.state if kind == BUFFER]
+        if not of_buffers:
+            return changed
         owners = dict(self.module.named_modules(remove_duplicate=False))  # scripted modules have no get_submodule
-        for name, kind, old, _ in self.state:
+        for name, old in of_buffers:
             owner, _, leaf = name.rpartition(".")
-            buffers = owners[owner]._buffers if kind == BUFFER else {}
+            buffers = owners[owner]._buffers
             now = buffers[leaf] if leaf in buffers else None
             if now is not None and now is not old:
                 changed.append((name, now))
@@ -175,7 +178,7 @@ class _Forward:
         """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
         with _capture_lock, contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
-            if self.observer is None:  # the first capture's reads are those of the graph
+            if self.guarded and self.observer is None:  # the first capture's reads are those of the graph
                 self.observer = stack.enter_context(observed())
                 self.observer.begin(self.module, self.run, self.plain_inputs)
             stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
@@ -229,6 +232,7 @@ def capture_engine(
     replace: dict | None = None,
     guard_values: bool = False,
     control_values: list[Tensor] | None = None,
+    guarded: bool = True,
 ) -> Captured:
     """Runs the forward of `module` once and records its operators.
 
@@ -240,9 +244,10 @@ def capture_engine(
             are the same. Otherwise they are refused.
         control_values: guards values at once, and gives the tensors that such values and sizes come from these values, in
             order.
+        guarded: guards of what the forward reads will be made.
     """
     refuse_modules(module, with_root=forward is None)
-    request = _Forward(module, args, kwargs, forward)
+    request = _Forward(module, args, kwargs, forward, guarded)
     traced = functools.partial(request.traced, replace or {})
     if verify:  # apart, as its runs go backward and may leave more in attributes than a forward does
         with traced():
@@ -309,7 +314,7 @@ def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: An
     try:
         for sub, training in modes:
             sub.training = not training
-        other = capture_engine(module, args, kwargs).engine
+        other = capture_engine(module, args, kwargs, guarded=False).engine
     except Exception:  # it takes another path there at any rate
         return False
     finally:
