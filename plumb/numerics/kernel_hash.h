@@ -47,8 +47,13 @@ inline uint64_t hash_block(const Word* x, int n) {
     odd = hn::Add(odd, hn::MulEven(next, key));
     odd_high = hn::Add(odd_high, hn::MulEven(next, high));
   }
+  // Lanes are added here: GCC adds those of 512 bits as signed numbers, which must not overflow.
   const auto total = [&](auto low, auto upper) {
-    return hn::GetLane(hn::SumOfLanes(wide, hn::Add(low, hn::ShiftLeft<32>(upper))));
+    HWY_ALIGN uint64_t part[hn::MaxLanes(decltype(wide)())];
+    hn::Store(hn::Add(low, hn::ShiftLeft<32>(upper)), wide, part);
+    uint64_t whole = 0;
+    for (size_t lane = 0; lane < hn::Lanes(wide); ++lane) whole += part[lane];
+    return whole;
   };
   uint64_t sum = total(even, even_high) + kHashKey * total(odd, odd_high);
   for (; i < n; ++i) sum += kHashKeys.key[i / 2] * (i % 2 ? kHashKey : 1) * mixed_word(x[i]);

@@ -170,6 +170,10 @@ Role few_files_role("few_files", [] {
 });
 
 TEST(Faults, NameTheRankThatMayOpenNoMoreFiles) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP()
+      << "The undefined-behavior sanitizer opens files to look at an object, and reports one that it cannot look at.";
+#endif
   int failed = 0;
   for (int spare : {0, 2, 4, 6, 8, 40}) {
     auto run = run_role("few_files", 2, {{"SPARE", std::to_string(spare)}});

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#ifdef __GLIBC__
+// A sanitizer brings a heap of its own.
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define GLIBC_HEAP
 #include <malloc.h>
 #endif
 
@@ -12,7 +14,7 @@
 namespace plumb {
 namespace {
 
-#ifdef __GLIBC__
+#ifdef GLIBC_HEAP
 // Returns whether a block just under glibc's largest threshold still gets a mapping of its own, as in a fresh process.
 bool maps_large_blocks() {
   const auto before = mallinfo2().hblks;

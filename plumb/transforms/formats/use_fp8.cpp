@@ -441,10 +441,12 @@ void erase_unused(Graph& graph, Value* value) {
 
 bool drop_fp8(GraphModule& module) {
   Graph& graph = module.graph();
-  bool changed = false;
+  std::vector<Node*> products;  // found first, as a product's user is erased with it
   for (Node* node : graph.nodes()) {
+    if (node->is_op("plumb::fp8_linear") || node->is_op("plumb::fp8_matmul")) products.push_back(node);
+  }
+  for (Node* node : products) {
     const bool linear = node->is_op("plumb::fp8_linear");
-    if (!linear && !node->is_op("plumb::fp8_matmul")) continue;
     auto here = graph.inserting_before(node);
     const Arg left = value_of_codes(node->arg(0)), right = value_of_codes(node->arg(1)), bias = node->arg(2);
     const bool plain = node->arg("scales") == Arg(c10::IValue(std::vector<double>{1, 1, 1}));
@@ -470,9 +472,8 @@ bool drop_fp8(GraphModule& module) {
       graph.replace_all_uses_with(user->result(), result);
       graph.erase(user);
     }
-    changed = true;
   }
-  return changed;
+  return !products.empty();
 }
 
 std::shared_ptr<TransformedModule> use_fp8(const std::shared_ptr<GraphModule>& module, const UseFp8Options& options) {
