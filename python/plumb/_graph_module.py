@@ -120,12 +120,13 @@ class GraphModule(nn.Module):
             return self._fx_forward(*args, **kwargs)
         self.check_call()
         sync_state(self._engine, self._slots)
-        if self._simple == len(args) and not kwargs:
+        inside = _C.is_capturing()
+        if self._simple == len(args) and not kwargs and not inside:
             return self._engine.run1(*args)
         leaves = self._leaves(args, kwargs)
         if self._plain_inputs is not None:
             leaves = [x if isinstance(x, Tensor) else None for x in leaves]
-        out = self._engine.run(leaves)
+        out = _C.run_recorded(self._engine, leaves) if inside else self._engine.run(leaves)
         return unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
     def _leaves(self, args: tuple, kwargs: dict) -> list:
@@ -143,6 +144,21 @@ class GraphModule(nn.Module):
         return leaves
 
     _made_how, _make_again = "the graph was captured", "capture again"
+
+    @property
+    def runs_its_graph(self) -> bool:
+        """False if another forward was set on the module, as transforms that capture it anew do."""
+        return "forward" not in self.__dict__
+
+    def require_its_graph(self, task: str) -> None:
+        """Raises `plumb.Error` if another forward was set on the module: `task` would take the graph without it."""
+        if not self.runs_its_graph:
+            raise Error(
+                f"{task} takes the graph of the module, which was given another forward, by a transform for example: the graph"
+                " is the one before that",
+                kind=ErrorKind.InvalidState,
+                remedy="plumb.capture(module, *inputs), whose graph has the transforms in it",
+            )
 
     def check_call(self) -> None:
         """Raises `plumb.Error` if what the graph was made for besides its inputs has changed: mode, autocast, reads."""

@@ -120,6 +120,21 @@ def test_a_transformed_part_of_a_model_is_captured_and_cut_with_its_modules():
     assert "inner.1.qkv.weight" in dict(pipe.get_stage_module(1).named_parameters())
 
 
+def test_a_graph_is_captured_again_with_its_modules_and_lines(tmp_path):
+    """So that transforms of graphs, and of models that hold one, leave out what they are asked to."""
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    first = plumb.capture(net, x)
+    plumb.save_pt2(first, tmp_path / "m.pt2")
+    for graph in (first, plumb.load_pt2(tmp_path / "m.pt2")):
+        again = plumb.capture(nn.Sequential(graph), x)
+        linears = [[n for n in g.graph.nodes if n.target == "aten::linear"] for g in (first, again)]
+        assert [n.module_path for n in linears[1]] == ["0.0", "0.1"]
+        assert [n.source for n in linears[1]] == [n.source for n in linears[0]]
+        rounded_last = simulate_format(graph, "e4m3fn-RN", "e5m2-RN", exclude=["0"])
+        assert torch.equal(rounded_last(x), simulate_format(net, "e4m3fn-RN", "e5m2-RN", exclude=["0"])(x))
+        assert [e["kind"] for e in plumb.report(rounded_last)[0]["entries"]] == ["left_alone", "quantised"]
+
+
 def test_a_cut_at_a_module_that_is_not_called_is_an_error():
     class Skips(nn.Module):
         def __init__(self):
