@@ -137,7 +137,7 @@ def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
             Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), args
         )
 
-    graph = net if isinstance(net, GraphModule) else capture(net, *copies())
+    graph = net if isinstance(net, GraphModule) and net.runs_its_graph else capture(net, *copies())
     sync_state(graph._engine, graph._slots)
     return graph, copies()
 

@@ -88,6 +88,7 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
             f"plumb.save_pt2 takes a plumb.GraphModule, got {type(module).__name__}\n"
             "  try: plumb.save_pt2(plumb.capture(module, *inputs), path)"
         )
+    module.require_its_graph("plumb.save_pt2")
     inputs = module._plain_inputs or []
     for what, values in (("input", inputs), ("output", module._plain_outputs)):
         for i, value in enumerate(values):

@@ -214,6 +214,7 @@ class GraphModule(nn.Module):
         """Returns the graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
         from ._fx import to_fx
 
+        self.require_its_graph("to_fx")
         if self.__dict__.get("_fx") is None:
             self.__dict__["_fx"] = to_fx(self)  # no submodule: names and state_dict stay as they are
         return self.__dict__["_fx"]

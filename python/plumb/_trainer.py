@@ -90,6 +90,7 @@ class Trainer:
         has_layers = False  # tagged parameters belong to a model of unit-scaled layers
         self._graph = model if isinstance(model, GraphModule) else None
         if isinstance(model, GraphModule):
+            model.require_its_graph("plumb.Trainer")
             engine, record, has_layers = model._engine, model._program, not is_marked(model)
             sync_state(engine, model._slots)
         elif isinstance(model, (str, os.PathLike)):

@@ -150,7 +150,7 @@ def _judge(
         inputs, targets = batch if loss is not None else (batch, None)
         args, kwargs = _arguments(net, inputs)
         if graph is None:
-            graph = net if isinstance(net, GraphModule) else capture(net, *args, **kwargs)
+            graph = net if isinstance(net, GraphModule) and net.runs_its_graph else capture(net, *args, **kwargs)
             sync_state(graph._engine, graph._slots)
             engine = _C.Verdict(graph._engine, names, explain)
             parameters = [p for p in graph.parameters() if p.requires_grad]

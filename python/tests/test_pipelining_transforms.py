@@ -135,6 +135,28 @@ def test_a_graph_is_captured_again_with_its_modules_and_lines(tmp_path):
         assert [e["kind"] for e in plumb.report(rounded_last)[0]["entries"]] == ["left_alone", "quantised"]
 
 
+@pytest.mark.parametrize("transform", [rounded, track_scales], ids=["simulate_format", "track_scales"])
+def test_a_transformed_graph_is_cut_and_compared_as_it_runs_and_what_takes_a_graph_refuses_it(transform, tmp_path):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    module = transform(plumb.capture(net, x))
+    pipe = pipeline(module, (x,), split_spec={"1": SplitPoint.BEGINNING})
+    assert pipe.num_stages == 2 and torch.equal(pipe(x)[0], module(x))
+    assert all("plumb::" in str(pipe.get_stage_module(s).graph) for s in range(2))
+    assert str(plumb.diff(module, transform(net), x)).startswith("Equal.")
+    for use in (
+        lambda: plumb.save_pt2(module, tmp_path / "m.pt2"),
+        lambda: plumb.transforms.run_passes(module, "dead_code"),
+        lambda: unit_scale(module, preserve=True),
+        lambda: plumb.Trainer(module, [x]),
+        module.to_fx,
+    ):
+        with pytest.raises(plumb.Error, match=r"by a transform(?s:.*)plumb.capture\(module, \*inputs\)"):
+            use()
+    again = plumb.capture(module, x)
+    plumb.save_pt2(again, tmp_path / "m.pt2")
+    assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(x), module(x))
+
+
 def test_a_cut_at_a_module_that_is_not_called_is_an_error():
     class Skips(nn.Module):
         def __init__(self):

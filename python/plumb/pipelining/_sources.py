@@ -273,7 +273,7 @@ def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -
     kwargs = dict(kwargs or {})
     if spec is not None:
         check_split_spec(None, spec)
-    if isinstance(module, GraphModule):
+    if isinstance(module, GraphModule) and module.runs_its_graph:
         return from_graph_module(module, args, kwargs), spec
     if isinstance(module, nn.Module):
         # A part that runs a graph of its own has names for its modules there, and does not call them.

@@ -284,6 +284,7 @@ def _preserving(module: Module, operators: list, functions: dict, residuals: tup
             kind=ErrorKind.InvalidArgument,
             remedy="unit_scale(plumb.capture(module, *inputs), preserve=True)",
         )
+    module.require_its_graph("unit_scale(preserve=True)")
     scaled = rewritten(module, _C.unit_scale_preserving, operators, residuals)
     mark_state_dict(scaled)
     return cast(Module, scaled)
