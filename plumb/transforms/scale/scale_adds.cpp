@@ -95,6 +95,21 @@ bool stops_gradient(const Node& node) {
   return is_detach(node) || (node.is_call() && !node.meta().grad_enabled) || looks_at_shape_only(node);
 }
 
+// Returns values whose memory a later node writes. A split of such a value would hold it as it was before.
+std::unordered_set<const Value*> written_after_they_are_made(const Graph& graph, const State& state) {
+  const Aliases aliases(graph, &state, Aliases::Inputs::Distinct);
+  std::unordered_set<const Value*> written;
+  std::unordered_set<const Node*> passed;
+  for (const Node* node : graph.nodes()) {
+    for (const Value* result : node->results()) {
+      const Node* write = aliases.last_write(aliases.memory(result));
+      if (write && write != node && !passed.count(write)) written.insert(result);
+    }
+    passed.insert(node);
+  }
+  return written;
+}
+
 class AddScaler {
  public:
   AddScaler(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
@@ -157,7 +172,9 @@ class AddScaler {
  private:
   // Takes out of the adds straight-through estimators, x + (q(x) - x).detach(), whose values are those of q(x); and out
   // of the candidates sums with what was added before: position embeddings in every layer of DETR, a bias of the logits
-  // that all layers of MPNet share. From the second layer on the other operand is computed from them.
+  // that all layers of MPNet share. From the second layer on the other operand is computed from them. And sums with a
+  // tensor that is written in place between: the skip is not what the branch starts from, and autograd lets nobody
+  // write into a split.
   ResidualAnalysis find_residuals(std::vector<Node*>& adds, std::vector<Node*>& candidates) {
     ResidualAnalysis found = find_residual_adds(graph_, candidates, is_attention);
     const auto carrying = differentiable_nodes(graph_, module_.state(), stops_gradient);
@@ -170,12 +187,15 @@ class AddScaler {
         return use.user->is_call() && carrying.count(use.user) && (it == branch_of.end() || it->second != value);
       });
     };
+    const auto written_later = written_after_they_are_made(graph_, module_.state());
     std::unordered_set<const Node*> estimators;
     for (const ResidualAdd& r : found.adds) {
       if (!carrying.count(r.residual->producer())) {
         estimators.insert(r.add);
         report_.add(ReportKind::LeftAlone, r.add, r.add->target(), "",
                     "one operand is computed from the other without a gradient, as in a straight-through estimator");
+      } else if (written_later.count(r.skip)) {
+        no_residual_[r.add] = "a node writes in place into the memory of the skip: no residual add";
       } else if (goes_on(r.residual)) {
         no_residual_[r.add] = "one operand is computed from the other and used elsewhere too: no residual add";
       } else if (found.inside.count(r.add) && are_logits(r.add->result())) {

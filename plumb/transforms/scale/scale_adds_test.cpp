@@ -65,6 +65,26 @@ TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
   }
 }
 
+TEST(ScaleAdds, TakeNoSumWithATensorThatIsWrittenInPlaceForAResidualLayer) {
+  // A view of unknown inverse keeps functionalise from making the write pure.
+  Report report;
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %h: f32[4, 8] = aten::gelu(%x)
+      %v: f32[1, 4, 8] = aten::unsqueeze(%h, 0)
+      %m: f32[1, 4, 8] = aten::mul_.Scalar(%v, 3)
+      %f: f32[4, 8] = aten::gelu(%h)
+      %y: f32[4, 8] = aten::add.Tensor(%h, %f)
+      %g: f32[4, 8] = aten::gelu(%y)
+      %z: f32[4, 8] = aten::add.Tensor(%y, %g)
+      output(%z)
+    })",
+                                         {}, {}, &report);
+  EXPECT_THAT(text, HasSubstr("%y: f32[4, 8] = plumb::add(%h, %f"));
+  EXPECT_THAT(text, HasSubstr("plumb::residual_add(%g, %y_skip")) << "what is not written is split as before";
+  EXPECT_THAT(report.to_text(), HasSubstr("writes in place into the memory of the skip: no residual add"));
+}
+
 TEST(ScaleAdds, TakeNoSumOfAStreamWithAPositionEmbeddingForAResidualLayer) {
   // Every layer of DETR adds the same embedding to the queries, and the stream goes on without it: as a branch it would
   // be weighed by tau, and the queries would be the embedding alone.
