@@ -76,6 +76,7 @@ class Loader {
     nodes_.read_nodes(graph, scope_, {});
     read_outputs(graph, signature);
     put_batch_norms_back();
+    put_copies_in_place();
     if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
       program_.sample_inputs = zip_.read(*samples);
     read_extras();
@@ -383,12 +384,37 @@ class Loader {
       Node* norm = graph_.call("aten::batch_norm", std::move(args));
       norm->meta() = node->meta();
       norm->result()->set_meta(node->result(0)->meta());
-      graph_.replace_all_uses_with(node->result(0), norm->result());
-      const std::string name = node->result(0)->name();
       for (Node* writer : writers) graph_.erase(writer);
-      graph_.erase(node);
-      norm->result()->rename(name);
+      replace_and_erase(node, norm);
     }
+  }
+
+  // run_decompositions() makes a functional copy of an assignment to a part of a tensor, which nothing could
+  // differentiate. A copy into a clone has the same values.
+  void put_copies_in_place() {
+    for (Node* node : graph_.nodes()) {
+      if (!node->is_op("aten::copy") || !node->arg("self").is_value()) continue;
+      const auto guard = graph_.inserting_before(node);
+      const Value* self = node->input(0);
+      Node* clone = graph_.call("aten::clone", {node->arg("self")});
+      Node* copy = graph_.call("aten::copy_", {clone->result(), node->arg("src"), node->arg("non_blocking")});
+      std::optional<TensorMeta> meta = self->meta();
+      if (meta && meta->strides.size() == meta->sizes.size())
+        meta->strides = at::infer_dense_strides(meta->sizes, meta->strides);
+      for (Node* made : {clone, copy}) {
+        made->meta() = node->meta();
+        made->result()->set_meta(meta);
+      }
+      replace_and_erase(node, copy);
+    }
+  }
+
+  // Gives `made` the name of the node's first result and its users.
+  void replace_and_erase(Node* node, Node* made) {
+    const std::string name = node->result(0)->name();
+    graph_.replace_all_uses_with(node->result(0), made->result());
+    graph_.erase(node);
+    made->result()->rename(name);
   }
 
   void read_extras() {

@@ -206,6 +206,37 @@ def test_a_batch_norm_that_run_decompositions_made_functional_trains_as_the_mode
     assert torch.equal(plumb.load_pt2(path)(y), twice(y))
 
 
+def test_an_assignment_that_run_decompositions_made_functional_trains_as_the_model(tmp_path):
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.l(x)
+            out = torch.zeros_like(h)
+            out[:, 1:] = h[:, :-1]
+            out[0] = h.sum(0)
+            return out.tanh()
+
+    net, x, path = Shifts(), torch.randn(4, 8), tmp_path / "net.pt2"
+    rows = ({0: torch.export.Dim("n", min=2, max=9)},)
+    for shapes in (None, rows):
+        torch.export.save(torch.export.export(net, (x,), dynamic_shapes=shapes).run_decompositions(), path)
+        loaded = plumb.load_pt2(path)
+        plumb.save_pt2(loaded, tmp_path / "again.pt2")
+        changed = plumb.load_pt2(path)
+        plumb.transforms.run_passes(changed, "functionalise", "fuse_patterns", "dead_code")
+        for mine in (loaded, plumb.load_pt2(tmp_path / "again.pt2"), changed):
+            for module in (mine, net):
+                module.zero_grad()
+                module(x).pow(2).sum().backward()
+            assert torch.equal(mine(x), net(x))
+            for name, parameter in net.named_parameters():
+                torch.testing.assert_close(mine.get_parameter(name).grad, parameter.grad, rtol=1e-6, atol=1e-6)
+    assert torch.equal(loaded(x[:3]), net(x[:3]))
+
+
 def test_trains_a_loaded_file_and_saves_it(tmp_path):
     torch.manual_seed(0)
     model = zoo.GPT(tied=True)
