@@ -317,13 +317,17 @@ Json GraphWriter::define(const Value* value, Level& level) {
   if (value->is_tensor()) {
     std::optional<TensorMeta> meta = value->meta();
     const Node& producer = *value->producer();
+    bool for_every_size = true;
     if (!meta && producer.kind() == NodeKind::CallFunction) {
       auto types = infer_types(producer.op(), {producer.args().begin(), producer.args().end()});
       if (value->result_index() < types.size()) meta = types[value->result_index()];
+      for (const Value* input : producer.inputs())
+        for_every_size = for_every_size && (!input->meta() || input->meta()->symbols.empty());
     }
     if (!meta && producer.kind() == NodeKind::GetAttr) meta = TensorMeta::of(state_.get(producer.target()).tensor);
-    // Nobody computes with a stated type; a tensor of no known type is stated as a number.
+    // Torch wants a type of every tensor. One of no known type is stated as a number, with a layout that says so.
     level.tensors[name] = write_meta(meta.value_or(TensorMeta{}), spelling_);
+    if (!meta || !for_every_size) level.tensors[name]["layout"] = kUnknownLayout;
   } else {
     Json& values = value->type() == ValueType::Int     ? level.ints
                    : value->type() == ValueType::Float ? level.floats

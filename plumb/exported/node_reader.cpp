@@ -202,6 +202,7 @@ std::optional<TensorMeta> NodeReader::meta_of(const Json& graph, const std::stri
   const Json& values = doc_.object(doc_.at(graph, "tensor_values"));
   auto it = values.find(name);
   if (it == values.end()) return std::nullopt;
+  if (const Json* layout = doc_.find(*it, "layout"); layout && *layout == kUnknownLayout) return std::nullopt;
   TensorMeta meta = read_meta(doc_, *it, &program_.symbol_spelling);
   if (device_) meta.device = *device_;
   return meta;

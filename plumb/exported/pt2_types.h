@@ -23,6 +23,9 @@ Json write_device(at::Device device);
 // How symbols are spelled in this file, by name.
 using Spelling = std::map<std::string, std::string>;
 
+// The layout that the format has for "unknown": stated with a type that is no more than a guess.
+inline constexpr int64_t kUnknownLayout = 0;
+
 // Reads a value's type. Sizes may be expressions: their hints go to `sizes`, the expressions to `symbols`.
 TensorMeta read_meta(const JsonDoc& doc, const Json& j, Spelling* spelling);
 Json write_meta(const TensorMeta& meta, const Spelling& spelling);

@@ -237,6 +237,29 @@ def test_an_assignment_that_run_decompositions_made_functional_trains_as_the_mod
     assert torch.equal(loaded(x[:3]), net(x[:3]))
 
 
+def test_a_value_of_no_known_type_has_none_after_saving_either(tmp_path):
+    """simulate_format takes a recurrent layer apart; nobody says what types the parts have."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    x, path = torch.randn(3, 5, 5), tmp_path / "net.pt2"
+    graph = plumb.capture(Net(), x)
+    plumb.transforms.run_passes(graph, "simulate_format,fwd=e4m3fn-RN,bwd=e5m2-RN")
+    plumb.save_pt2(graph, path)
+    loaded = plumb.load_pt2(path)
+    metas = [{v.name: v.meta for n in g.graph.nodes for v in n.results if v.is_tensor} for g in (graph, loaded)]
+    unknown = {name for name, meta in metas[0].items() if meta is None}
+    assert unknown and all(metas[1][name] is None or metas[1][name]["shape"] for name in unknown)
+    assert torch.equal(loaded(x), graph(x)) and torch.equal(torch.export.load(path).module()(x), graph(x))
+    pipe = plumb.pipelining.pipeline(loaded, (x,), split_policy=plumb.pipelining.Balanced(2, measure=False))
+    assert pipe.num_stages == 2 and torch.equal(pipe(x)[0], graph(x))
+
+
 def test_trains_a_loaded_file_and_saves_it(tmp_path):
     torch.manual_seed(0)
     model = zoo.GPT(tied=True)
