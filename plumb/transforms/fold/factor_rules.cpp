@@ -151,9 +151,11 @@ class Sizes {
   }
   bool known() const { return known_; }
   size_t dims() const { return sizes_.size(); }
-  // -1 if it is not known, or a symbol. `dim` counts from the end if negative.
+  // -1 if it is not known, or a symbol. `dim` counts from the end if negative. A number has one dimension, of size 1,
+  // as torch sees it.
   int64_t at(int64_t dim) const {
     const auto n = static_cast<int64_t>(sizes_.size());
+    if (known_ && n == 0 && (dim == 0 || dim == -1)) return 1;
     if (dim < 0) dim += n;
     if (!known_ || dim < 0 || dim >= n) return -1;
     const auto i = static_cast<size_t>(dim);

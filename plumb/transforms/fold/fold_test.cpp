@@ -259,6 +259,17 @@ State spelled_out_state() {
   return state;
 }
 
+TEST(Fold, ReplacesTheSoftmaxOfANumber) {
+  GraphModule module(parse_graph(R"(graph {
+      %x: f32[] = placeholder "x"
+      %p: f32[] = plumb::softmax(%x, 0)
+      output(%p)
+    })"),
+                     {}, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  EXPECT_TRUE(fold(module));
+  EXPECT_EQ(to_string(module.graph()).find("plumb::"), std::string::npos) << to_string(module.graph());
+}
+
 TEST(Fold, FollowsSpelledOutNormsGatesAndAttention) {
   at::manual_seed(4);
   const Folded f =
