@@ -151,3 +151,8 @@ def test_no_pass_moves_an_operator_past_a_custom_function_that_writes_its_input(
     run_passes(graph, name)
     for result, expected in zip(graph(x), model(x)):
         torch.testing.assert_close(result, expected)
+
+
+def test_passes_of_a_module_that_is_no_graph_are_refused_by_its_type():
+    with pytest.raises(TypeError, match="got Linear(?s:.*)plumb.capture"):
+        run_passes(torch.nn.Linear(2, 2), "dead_code")

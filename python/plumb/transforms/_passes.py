@@ -44,6 +44,10 @@ def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None
     The tensors are the captured module's own: weights that a pass rescales (``unit_scale``) are rescaled there, too.
     The graph is linted after every pass. Raises `plumb.Error` for a pass or option that there is not.
     """
+    if not isinstance(module, GraphModule):
+        raise TypeError(
+            f"run_passes takes a plumb.GraphModule, got {type(module).__name__}\n  try: run_passes(plumb.capture(module, *inputs), ...)"
+        )
     module.require_its_graph("run_passes")
     for parameter in module.parameters():
         tell_engine(parameter)
