@@ -17,6 +17,15 @@ class Scope : public torch::nn::Module {
   using torch::nn::Module::Module;
 };
 
+// Returns the module's own buffers. torch lets a module add one and take none out again, but an explicit instantiation
+// may name a private member.
+torch::OrderedDict<std::string, at::Tensor>& buffers_of(torch::nn::Module& module);
+template <auto kBuffers>
+struct OwnBuffers {
+  friend torch::OrderedDict<std::string, at::Tensor>& buffers_of(torch::nn::Module& module) { return module.*kBuffers; }
+};
+template struct OwnBuffers<&torch::nn::Module::buffers_>;
+
 bool fits(const TensorMeta& want, const at::Tensor& got) {
   if (got.scalar_type() != want.dtype || got.device().type() != want.device.type()) return false;
   if (got.dim() != static_cast<int64_t>(want.sizes.size())) return false;
@@ -189,6 +198,7 @@ void GraphModule::set_state(const std::vector<std::pair<std::string, at::Tensor>
 void GraphModule::register_members() {
   for (const auto& child : named_children()) unregister_module(child.key());
   parameters_.clear();
+  buffers_of(*this).clear();
   std::unordered_map<std::string, std::shared_ptr<torch::nn::Module>> scopes;
   for (const Attr& attr : state_) {
     if (attr.kind == AttrKind::Constant || !attr.tensor.defined()) continue;
@@ -205,11 +215,6 @@ void GraphModule::register_members() {
     const std::string leaf = attr.name.substr(start);
     if (attr.kind == AttrKind::Parameter) {
       owner->register_parameter(leaf, attr.tensor, attr.tensor.requires_grad());
-    } else if (const auto buffers = owner->named_buffers(false); const at::Tensor* known = buffers.find(leaf)) {
-      // A buffer of the root itself cannot be taken out again: it shares the new memory instead. (From and to the meta
-      // device it cannot: the state alone shows it then.)
-      if (!known->is_same(attr.tensor) && at::_has_compatible_shallow_copy_type(*known, attr.tensor))
-        known->set_data(attr.tensor);
     } else {
       owner->register_buffer(leaf, attr.tensor);
     }

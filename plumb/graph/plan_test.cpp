@@ -173,6 +173,25 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   EXPECT_EQ(m.state().get("scale").tensor.item<float>(), 1);
 }
 
+TEST(GraphModule, TakesAnotherBufferAndLeavesTheOneThatOthersHold) {
+  State state;
+  state.add({"scale", AttrKind::Buffer, at::full({}, 2.0f)});
+  const at::Tensor before = state.get("scale").tensor;
+  const auto make = [&] {
+    return GraphModule(
+        parse_graph(
+            "graph { %x = placeholder \"x\" %w = get_attr \"scale\" %y = aten::mul.Tensor(%x, %w) output(%y) }"),
+        state, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  };
+  GraphModule one = make(), other = make();
+  for (const auto& tensor : {at::full({}, 5.0f), at::full({}, 7.0f, at::kMeta)}) {
+    one.set_state({{"scale", tensor}});
+    EXPECT_TRUE(one.named_buffers()["scale"].is_same(tensor));
+  }
+  EXPECT_EQ(before.item<float>(), 2);
+  EXPECT_EQ(other(at::full({}, 3.0f)).item<float>(), 6);
+}
+
 TEST(GraphModule, ThatWasMovedFromSaysSo) {
   State state;
   state.add({"scale", AttrKind::Parameter, at::ones({}).requires_grad_()});
