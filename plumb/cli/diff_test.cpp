@@ -162,12 +162,15 @@ TEST_F(Audits, AndRecordersKeepTheOrderOfAGradientsSumOverStages) {
       "        super().__init__()\n"
       "        self.table, self.norm, self.head = nn.Embedding(256, 16), nn.LayerNorm(16), nn.Linear(16, 256)\n"
       "        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)\n"
+      "        self.register_buffer('mean', torch.zeros(16))\n"
       "    def forward(self, ids):\n"
       "        x = self.norm(self.table(ids))\n"
+      "        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)\n"
+      "        x = x - self.mean\n"
       "        return self.head(x + self.a(x).tanh() + self.b(x).tanh() + self.c(x).tanh())\n"
       "torch.export.save(torch.export.export(Fan(), (torch.randint(256, (2, 12)),)), 'fan.pt2')\n");
-  const std::string run =
-      "train fan.pt2 --data tokens.bin --steps 9 --microbatches 4 --threads 1 --json --stages 3 --at a,c ";
+  const std::string fan = "train fan.pt2 --data tokens.bin --steps 9 --microbatches 4 --threads 1 --json ",
+                    run = fan + "--stages 3 --at a,c ";
   const auto wanted = values(plumb(run), "norm");
   std::ofstream(folder() / "all.toml") << "every = 1\n[[rule]]\nstatistics = [\"std\"]\n";
   for (const std::string watched :
@@ -177,6 +180,10 @@ TEST_F(Audits, AndRecordersKeepTheOrderOfAGradientsSumOverStages) {
     EXPECT_EQ(values(ended, "norm"), wanted) << watched;
     EXPECT_TRUE(values(ended, "audit").empty()) << ended.out;
   }
+  // A replica that runs another one's microbatch again, with that one's buffer of the root, keeps its own buffer.
+  const std::string replicas = fan + "--data-parallel 2 ";
+  EXPECT_EQ(values(plumb(replicas + "--audit --audit-every 1 --max-restarts 1"), "norm"),
+            values(plumb(replicas), "norm"));
 }
 
 TEST_F(Audits, AreNoPartOfWhatIsRecorded) {

@@ -148,6 +148,8 @@ Tensors AuditedStage::run(const Tensors& inputs, const Microbatch& microbatch) {
     seen_.inputs.push_back(input.defined() ? input.detach().clone() : input);
     seen_.requires_grad.push_back(input.defined() && input.requires_grad());
   }
+  for (const NamedTensor& buffer : written_buffers())
+    seen_.buffers.emplace_back(buffer.name, buffer.tensor.detach().clone());
   if (const auto rows = running_rows()) seen_.rows = *rows;
   tracker_->set_enabled(true);
   const auto stop = c10::make_scope_exit([&] { tracker_->set_enabled(false); });
@@ -306,16 +308,15 @@ void Auditor::exchange() {
   std::vector<MessageValue> message;
   if (me == audited_->rank) {
     const AuditedStage::Seen seen = static_cast<AuditedStage&>(*step_.stages().at(audited_->stage)).take();
-    Json hashes = Json::array();
+    Json hashes = Json::array(), buffers = Json::array();
     for (const auto& [name, hash] : seen.hashes) hashes.push_back({name, hash});
-    const Json said = {{"inputs", seen.inputs.size()},
-                       {"requires", seen.requires_grad},
-                       {"first", seen.rows.first},
-                       {"rows", seen.rows.count},
-                       {"hashes", hashes}};
+    Tensors tensors = seen.inputs;
+    for (const auto& [name, tensor] : seen.buffers) buffers.push_back(name), tensors.push_back(tensor);
+    tensors.insert(tensors.end(), seen.output_grads.begin(), seen.output_grads.end());
+    const Json said = {{"inputs", seen.inputs.size()}, {"buffers", buffers},      {"requires", seen.requires_grad},
+                       {"first", seen.rows.first},     {"rows", seen.rows.count}, {"hashes", hashes}};
     message.push_back({text_tensor(said.dump())});
-    for (const Tensors* all : {&seen.inputs, &seen.output_grads})
-      for (const at::Tensor& tensor : *all) message.push_back({tensor.defined() ? tensor.cpu() : tensor});
+    for (const at::Tensor& tensor : tensors) message.push_back({tensor.defined() ? tensor.cpu() : tensor});
     plan.sends.push_back({{MessageKind::Exchange, me, audited_->by}, audited_->by});
   }
   if (me == audited_->by) plan.receives.push_back({{MessageKind::Exchange, audited_->rank, me}, audited_->rank});
@@ -329,13 +330,21 @@ void Auditor::exchange() {
       const Json said = parse_json({static_cast<const char*>(text.const_data_ptr()), text.nbytes()}, 8);
       AuditedStage::Seen seen;
       const size_t inputs = said.at("inputs").get<size_t>();
-      if (inputs >= came.size() || said.at("requires").size() != inputs) refuse_audit();
+      const auto buffers = said.at("buffers").get<std::vector<std::string>>();
+      if (inputs >= came.size() || buffers.size() >= came.size() - inputs || said.at("requires").size() != inputs)
+        refuse_audit();
       seen.requires_grad = said.at("requires").get<std::vector<bool>>();
       seen.rows = {said.at("first").get<int64_t>(), said.at("rows").get<int64_t>()};
       for (const Json& hash : said.at("hashes"))
         seen.hashes.emplace_back(hash.at(0).get<std::string>(), hash.at(1).get<uint64_t>());
-      for (size_t i = 1; i < came.size(); ++i)
-        (i <= inputs ? seen.inputs : seen.output_grads).push_back(came[i].tensor);
+      for (size_t i = 0; i < buffers.size(); ++i) {
+        seen.buffers.emplace_back(buffers[i], came[1 + inputs + i].tensor);
+        if (!seen.buffers.back().second.defined()) refuse_audit();
+      }
+      for (size_t i = 1; i < came.size(); ++i) {
+        if (i <= inputs) seen.inputs.push_back(came[i].tensor);
+        if (i > inputs + buffers.size()) seen.output_grads.push_back(came[i].tensor);
+      }
       if (inputs > 0) received_ = std::move(seen);
     } catch (const Json::exception&) {
       refuse_audit();
@@ -361,7 +370,8 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
     }
     stage = std::make_shared<AuditedStage>(copy, job_.pipe->table(), choice.stage);
   }
-  const auto copied = copies_->model_of(choice.rank, now_ - 2);
+  auto copied = copies_->model_of(choice.rank, now_ - 2);
+  for (const auto& [name, tensor] : received_->buffers) copied[job_.first_name(name)] = tensor;
   std::vector<std::pair<std::string, at::Tensor>> weights;
   std::map<std::string, at::Tensor> first;  // tied ones stay one
   for (const Attr& attr : stage->module()->state()) {

@@ -35,6 +35,7 @@ class AuditedStage : public GraphStage {
 
   struct Seen {
     Tensors inputs, output_grads;
+    NamedTensors buffers;             // those that a forward writes, as microbatches before this one had left them
     std::vector<bool> requires_grad;  // inputs
     RunRows rows;
     std::vector<std::pair<std::string, uint64_t>> hashes;  // by name, in the graph's order
