@@ -7,6 +7,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/partition/size_policy.h"
+#include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/runtime/run_plan.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/rules.h"
@@ -193,7 +194,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (!o.recut) check_wire(o);
   if (!o.plan.empty()) job.plan = o.plan_file->plan;
   job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
-  check_outputs(o);
+  if (!started_by_plumb()) check_outputs(o);                        // else the launcher has, before the training began
   check_rates(o);
   device_of(o.device, 0);
   job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);

@@ -52,6 +52,7 @@ class Trainer::Run {
   void watch_progress();
   void go_on();
   void take_counted(const nlohmann::json& counted);
+  void open_file(const std::string& option, const std::function<void()>& open) const;
   void make_recorder();
   void train_step(int64_t step);
   void evaluate(int64_t step);
@@ -66,6 +67,7 @@ class Trainer::Run {
     if (checkpoints_ && checkpoints_->has_begun()) return 0;
     return std::nullopt;
   }
+  bool goes_on_by_itself() const { return edge_ || generation() > 0; }  // nobody has started it again
   int generation() const { return session_ && session_->members ? session_->members->generation() : 0; }
   RankState rank_state() { return {held_tensors(job_, ranks_.rank()), step_->optimizer()}; }
 
@@ -121,13 +123,17 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
     evaluator_ = std::make_unique<Evaluator>(o_, job_, *job_.eval_samples, ranks_.world, ranks_.groups);
   step_->connect();
   if (!o_.verdict.empty()) verdict_ = std::make_unique<VerdictRun>(o_, job_, ranks_.device);
-  if (!o_.record.empty() && ranks_.in_first_pipeline()) make_recorder();  // replicas have the same weights
+  if (!o_.record.empty() && ranks_.in_first_pipeline())  // replicas have the same weights
+    open_file("--history", [this] { make_recorder(); });
   if (o_.audit) {
     auditor_ = std::make_unique<Auditor>(o_, job_, ranks_, *step_, session_ ? &session_->copies : nullptr,
                                          [this](const event::AuditFailed& found) { reports_->emit(found); });
     if (!auditor_->left_out().empty()) reports_->emit(event::LogProblem{auditor_->left_out()});
   }
-  if (!o_.hashes.empty()) hashes_ = std::make_unique<StepHashes>(o_, ranks_.world.rank(), *step_, goes_on_after());
+  if (!o_.hashes.empty()) {
+    open_file("--hashes",
+              [this] { hashes_ = std::make_unique<StepHashes>(o_, ranks_.world.rank(), *step_, goes_on_after()); });
+  }
 }
 
 void Trainer::Run::watch_progress() {
@@ -179,6 +185,11 @@ void Trainer::Run::take_counted(const Json& counted) {
   job_.batches->load_state(counted.value("data", Json()));
   if (checkpoints_) checkpoints_->take_run(counted.value("run", int64_t{0}));
   job_.pipeline.gradient_groups = counted.value("gradient_groups", job_.pipeline.gradient_groups);
+}
+
+// A loss of a rank does not make an error of a full disk, say, that the training has survived.
+void Trainer::Run::open_file(const std::string& option, const std::function<void()>& open) const {
+  goes_on_by_itself() ? static_cast<void>(reports_->attempt(option, open)) : open();
 }
 
 void Trainer::Run::make_recorder() {
@@ -357,7 +368,7 @@ TrainResult Trainer::Run::run() {
     if (const auto after = goes_on_after())
       reports_->emit(event::Resumed{*after, o_.steps, *after > 0 ? o_.checkpoints : "the first weights"});
   }
-  reports_->begin(goes_on_after());
+  reports_->begin(goes_on_after(), goes_on_by_itself());
   try {
     if (checkpoints_) checkpoints_->begin();
     run_steps();

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,33 @@ def test_no_port_is_left_when_a_lost_rank_was_made_up_for(folder):
     assert process.returncode == 0, err
     wait_until_none(folder)
     assert not listened & listening_sockets(), "nobody listens there any more"
+
+
+def test_files_that_cannot_be_opened_again_after_a_lost_rank_cost_no_training(folder):
+    """They are given up, as where the disk is full."""
+    (folder / "rules.toml").write_text("every = 2\n[[rule]]\n")
+    (folder / "logs").mkdir()
+    logs = ["--csv", "logs/csv", "--tensorboard", "logs/tb", "--history", "logs/history", "--hashes", "logs/hashes"]
+    saved = ["--checkpoints", "run", "--checkpoint-every", "20", "--max-restarts", "1", "--record", "rules.toml"]
+    process = start(folder, *arguments(29, *saved, *logs, "--inject", "stop rank 1 at 1F0 of step 25"))
+    last = folder / "run" / "step-00000020"
+    while not last.exists() or not (stopped := [pid for pid in processes_in(folder) if state_of(pid) == "T"]):
+        assert process.poll() is None
+        time.sleep(0.01)
+    shutil.rmtree(folder / "logs")
+    (folder / "logs").write_text("")
+    os.kill(stopped[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    told = list(map(json.loads, out.splitlines()))
+    assert [event["resumed"] for event in told if "resumed" in event] == [24], told
+    problems = " ".join(event["problem"] for event in told if "problem" in event)
+    assert all(f"{option} ends here: " in problems for option in logs[::2]), problems
+
+
+def state_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
 
 
 def measured(history):

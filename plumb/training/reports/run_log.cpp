@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "plumb/analysis/html_report.h"
 #include "plumb/core/output_file.h"
@@ -94,11 +95,23 @@ std::optional<HistoryView> recorded(const TrainOptions& o) {
 
 }  // namespace
 
-RunLog::RunLog(const TrainOptions& options, std::optional<int64_t> after)
+RunLog::RunLog(const TrainOptions& options, std::optional<int64_t> after, bool by_itself)
     : options_(options), page_(!options.page.empty()) {
-  if (!options.csv.empty()) open_table(after);
+  const auto open = [&](const char* option, const auto& make) { by_itself ? attempt(option, make, [] {}) : make(); };
+  if (!options.csv.empty()) open("--csv", [&] { open_table(after); });
   if (!options.tensorboard.empty() && !after) check_no_other_run(options.tensorboard);
-  if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard, after);
+  if (!options.tensorboard.empty())
+    open("--tensorboard", [&] { events_ = std::make_unique<EventFile>(options.tensorboard, after); });
+}
+
+template <class Write, class GiveUp>
+void RunLog::attempt(const char* option, const Write& write, const GiveUp& give_up) {
+  try {
+    write();
+  } catch (const Error& e) {
+    give_up();
+    problems_ += (problems_.empty() ? "" : "; ") + std::string(option) + " ends here: " + e.message();
+  }
 }
 
 // The lines of steps that are not done again stay.
@@ -132,15 +145,6 @@ void RunLog::add_line(const StepNumbers& n) {
 }
 
 std::string RunLog::add(const StepNumbers& n, bool last) {
-  std::string problems;
-  const auto attempt = [&](const char* option, const auto& write, const auto& give_up) {
-    try {
-      write();
-    } catch (const Error& e) {
-      give_up();
-      problems += (problems.empty() ? "" : "; ") + std::string(option) + " ends here: " + e.message();
-    }
-  };
   if (table_.is_open()) attempt("--csv", [&] { add_line(n); }, [&] { table_.close(); });
   if (events_) {
     std::vector<std::pair<std::string, double>> values = {
@@ -150,14 +154,14 @@ std::string RunLog::add(const StepNumbers& n, bool last) {
     if (n.eval_loss) values.emplace_back("eval_loss", *n.eval_loss);
     attempt("--tensorboard", [&] { events_->add(n.step, values); }, [&] { events_.reset(); });
   }
-  if (!page_) return problems;
+  if (!page_) return std::exchange(problems_, {});
   steps_.push_back(n);
   const auto before = std::chrono::steady_clock::now();
-  if (!last && before < next_page_) return problems;
+  if (!last && before < next_page_) return std::exchange(problems_, {});
   attempt("--page", [&] { write_page(last); }, [&] { page_ = false; });
   const auto now = std::chrono::steady_clock::now();
   next_page_ = now + std::max<std::chrono::steady_clock::duration>(kPageEvery, 20 * (now - before));
-  return problems;
+  return std::exchange(problems_, {});
 }
 
 void RunLog::write_page(bool last) const {

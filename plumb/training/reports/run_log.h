@@ -29,12 +29,15 @@ class RunLog {
  public:
   // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite), and
   // Error(InvalidState) for a run that begins with another run's table, or in a TensorBoard folder with its events.
-  RunLog(const TrainOptions& options, std::optional<int64_t> after);
+  // With `by_itself` it throws neither: the run goes on after a loss, and a file that cannot be opened is given up.
+  RunLog(const TrainOptions& options, std::optional<int64_t> after, bool by_itself = false);
   // Writes the page if the last one is some seconds old (and twenty times as long as it takes), or `last`. Returns ""
   // or the files that cannot be written any more: each is given up when it fails, the training is not.
   std::string add(const StepNumbers& numbers, bool last);
 
  private:
+  template <class Write, class GiveUp>
+  void attempt(const char* option, const Write& write, const GiveUp& give_up);
   void open_table(std::optional<int64_t> after);
   void add_line(const StepNumbers& numbers);
   void write_page(bool last) const;
@@ -43,6 +46,7 @@ class RunLog {
   std::ofstream table_;
   std::unique_ptr<EventFile> events_;
   bool page_ = false;
+  std::string problems_;  // of files that were given up since the last add()
   std::vector<StepNumbers> steps_;
   std::chrono::steady_clock::time_point next_page_;
 };

@@ -26,8 +26,8 @@ void RunReports::started() const {
   if (job_.tagged) emit(event::OwnRates{"u-muP's, of each parameter's own, for the file's parameters are tagged"});
 }
 
-void RunReports::begin(std::optional<int64_t> after) {
-  if (is_first_) log_ = std::make_unique<RunLog>(o_, after);
+void RunReports::begin(std::optional<int64_t> after, bool by_itself) {
+  if (is_first_) log_ = std::make_unique<RunLog>(o_, after, by_itself);
   begin_ = std::chrono::steady_clock::now();
 }
 

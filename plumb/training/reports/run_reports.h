@@ -30,8 +30,9 @@ class RunReports {
   bool attempt(const std::string& option, const std::function<void()>& write) const;
   // Reports the options and what follows from them.
   void started() const;
-  // Opens the files and starts the clock. `after`: the step that the run goes on after; null: the run begins.
-  void begin(std::optional<int64_t> after);
+  // Opens the files and starts the clock. `after`: the step that the run goes on after; null: the run begins. With
+  // `by_itself` a file that cannot be opened is given up.
+  void begin(std::optional<int64_t> after, bool by_itself);
   void step(int64_t step, const TrainStep::Numbers& numbers, const Parts& parts, double rate);
   void evaluated(int64_t step, double loss, int64_t targets);
   // Writes the files of a verdict that the options name.
