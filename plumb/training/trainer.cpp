@@ -283,8 +283,7 @@ void Trainer::Run::run_steps() {
   result_.steps = start_;
   int64_t stopped_by = 0;
   keep_copy(start_);
-  // The one that was being written may have been given up.
-  if (checkpoints_ && edge_ && start_ > 0) checkpoints_->save(start_, start_ == o_.steps);
+  if (checkpoints_ && edge_ && start_ > 0) checkpoints_->make_up(start_, start_ == o_.steps);
   const int64_t end = o_.replay > 0 ? o_.replay : o_.steps;
   for (int64_t step = start_ + 1; step <= end && stopped_by == 0; ++step) {
     train_step(step);

@@ -138,8 +138,8 @@ def test_no_port_is_left_when_a_lost_rank_was_made_up_for(folder):
     assert not listened & listening_sockets(), "nobody listens there any more"
 
 
-def test_files_that_cannot_be_opened_again_after_a_lost_rank_cost_no_training(folder):
-    """They are given up, as where the disk is full."""
+def test_a_lost_rank_costs_neither_a_checkpoint_nor_a_training_without_its_logs(folder):
+    """A checkpoint that the loss has ended is made up for at once. Logs that cannot be opened again are given up."""
     (folder / "rules.toml").write_text("every = 2\n[[rule]]\n")
     (folder / "logs").mkdir()
     logs = ["--csv", "logs/csv", "--tensorboard", "logs/tb", "--history", "logs/history", "--hashes", "logs/hashes"]
@@ -149,6 +149,7 @@ def test_files_that_cannot_be_opened_again_after_a_lost_rank_cost_no_training(fo
     while not last.exists() or not (stopped := [pid for pid in processes_in(folder) if state_of(pid) == "T"]):
         assert process.poll() is None
         time.sleep(0.01)
+    shutil.rmtree(last)
     shutil.rmtree(folder / "logs")
     (folder / "logs").write_text("")
     os.kill(stopped[0], signal.SIGKILL)
@@ -156,6 +157,7 @@ def test_files_that_cannot_be_opened_again_after_a_lost_rank_cost_no_training(fo
     assert process.returncode == 0, err
     told = list(map(json.loads, out.splitlines()))
     assert [event["resumed"] for event in told if "resumed" in event] == [24], told
+    assert [event["checkpoint"] for event in told if "checkpoint" in event][-2:] == [24, 29], told
     problems = " ".join(event["problem"] for event in told if "problem" in event)
     assert all(f"{option} ends here: " in problems for option in logs[::2]), problems
 

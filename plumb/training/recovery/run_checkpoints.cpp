@@ -278,6 +278,14 @@ void RunCheckpoints::save(int64_t step, bool now) {
   writer_->save(step, part, state(step));
 }
 
+void RunCheckpoints::make_up(int64_t step, bool now) {
+  const int64_t due = options_.checkpoint_every > 0 ? step - step % options_.checkpoint_every : 0;
+  std::error_code failed;
+  const bool is_there =
+      due == 0 || std::filesystem::exists(std::filesystem::path(options_.checkpoints) / checkpoint_name(due), failed);
+  save(step, now || of_rank_0(world_, is_there ? 0 : 1) != 0);
+}
+
 void RunCheckpoints::wait() {
   if (writer_) writer_->wait();
 }

@@ -42,6 +42,9 @@ class RunCheckpoints {
   void begin();
   // Saves after `step`, if it is time, or `now`. Written in the background.
   void save(int64_t step, bool now);
+  // Saves as save() does, and also if the last checkpoint that was due is not there: the loss of a rank may have ended
+  // it. Called by all ranks of `world`, at the step that the run goes on after.
+  void make_up(int64_t step, bool now);
   void wait();
   // Returns whether the last save is written, on rank 0; true elsewhere. Called after wait().
   bool has_last() const;
