@@ -138,6 +138,8 @@ class HistoryWriter {
   // The tensors that the file held when it was opened.
   const std::vector<HistoryTensor>& tensors() const { return tensors_; }
   int64_t last_step() const { return last_step_; }
+  // The rules and events that the file held when it was opened, and nothing else of it.
+  const History& before() const { return before_; }
 
   void rules(const std::string& text, int64_t ranks = 0);
   // Returns the index of this tensor, that of an equal one if there is one. Written before the next step.
@@ -156,6 +158,7 @@ class HistoryWriter {
   int file_ = -1;
   uint64_t end_ = 0;
   int64_t last_step_ = 0;
+  History before_;
   std::vector<HistoryTensor> tensors_;
   std::unordered_map<std::string, uint32_t> places_;
   size_t written_ = 0;  // number of tensors_ that are in the file

@@ -97,6 +97,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append, std
         places_.emplace(text_of(json_of(tensors_[i])), static_cast<uint32_t>(i));
       }
       last_step_ = old.last_step();
+      before_.rules = std::move(old.rules), before_.events = std::move(old.events);
     }
     if (end_ == 0) {
       if (pwrite(file_, format::kMagic.data(), format::kMagic.size(), 0) !=

@@ -114,6 +114,15 @@ Recorder::Recorder(RecordRules rules, const std::filesystem::path& path, Recorde
       recorded_(rules_.rules.size()),
       due_(rules_.rules.size()),
       step_(std::min(options.after.value_or(writer_.last_step()), kMostSteps) + 1) {
+  // A condition that held in the step before still asks for the next one, and counts in its rule's limit.
+  const History& before = writer_.before();
+  const bool same_rules = std::ranges::all_of(before.rules, [&](const auto& text) { return text == rules_.text; });
+  for (const HistoryEvent& event : same_rules ? before.events : std::vector<HistoryEvent>()) {
+    const auto r = static_cast<size_t>(event.rule);
+    if (r >= rules_.rules.size()) continue;
+    ++recorded_[r];
+    all_ = all_ || (event.step == step_ - 1 && rules_.rules[r].then_all);
+  }
   writer_.rules(rules_.text, options.ranks);
 }
 

@@ -178,8 +178,11 @@ def measured(history):
 
 
 def test_what_is_recorded_of_a_run_that_goes_on_is_that_of_one_that_nothing_befell(folder):
-    """Steps that are computed again are there once, under their own numbers, in whatever layout the run goes on."""
-    (folder / "rules.toml").write_text("every = 2\n[[rule]]\n")
+    """Steps that are computed again are there once, under their own numbers, in whatever layout the run goes on. A
+    condition that held in the step before the loss, the fifth, has the next one recorded whole, as often as its limit says.
+    """
+    condition = 'when = { statistic = "abs_max", above = 0 }\nevery = 4\nthen = "all"\nlimit = 6\n'
+    (folder / "rules.toml").write_text(f"every = 2\n[[rule]]\n[[rule]]\n{condition}")
 
     def run(name, steps, *more):
         words = ["--record", "rules.toml", "--history", f"{name}.history", "--csv", f"{name}.csv", "--page", f"{name}.html"]
@@ -191,15 +194,16 @@ def test_what_is_recorded_of_a_run_that_goes_on_is_that_of_one_that_nothing_befe
     table = run("whole", 9)
     rows = measured(folder / "whole.history")
     assert [step for step, _ in table] == [str(step) for step in range(1, 10)]
-    assert {step for step, *_ in rows} == {1, 3, 5, 7, 9}
+    assert {step for step, *_ in rows} == {1, 2, 3, 4, 5, 6, 7, 9}
     fault = ["--max-restarts", "1", "--inject", "kill rank 1 at 1B1 of step 6"]
     for name, more in (("again", fault), ("fewer", [*fault, "--recut"])):
         assert run(name, 9, *more) == table, name
         assert measured(folder / f"{name}.history") == rows, name
+    (folder / "rules.toml").write_text("every = 2\n[[rule]]\n")  # a condition is each rank's own
     for steps, stages in ((3, "1"), (6, "2"), (9, "1")):  # from one file to one of each rank
         saved = run("layouts", steps, "--checkpoints", "run", "--stages", stages)
     assert saved == table
-    assert measured(folder / "layouts.history") == rows
+    assert measured(folder / "layouts.history") == {row for row in rows if row[0] % 2 == 1}
 
 
 def test_torchrun_starts_all_again_from_the_checkpoint(folder):
