@@ -46,7 +46,7 @@ class RunLog {
   std::ofstream table_;
   std::unique_ptr<EventFile> events_;
   bool page_ = false;
-  std::string problems_;  // of files that were given up since the last add()
+  std::string problems_;  // errors of files given up since the last add()
   std::vector<StepNumbers> steps_;
   std::chrono::steady_clock::time_point next_page_;
 };
