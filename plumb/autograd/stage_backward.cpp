@@ -65,9 +65,15 @@ auto run_described(const char* what, const Tensors& outputs, const Tensors& outp
   } catch (const Error&) {
     throw;
   } catch (const std::exception& cause) {
-    throw Error(ErrorKind::ExecutionFailed, std::string(what) + " failed: " + first_line(cause.what()),
+    const std::string words = first_line(cause.what());
+    const bool written = words.find("modified by an inplace operation") != std::string::npos;
+    throw Error(ErrorKind::ExecutionFailed, std::string(what) + " failed: " + words,
                 "outputs " + describe(outputs) + "; output gradients " + describe(output_grads) + "; inputs " +
-                    describe(inputs));
+                    describe(inputs),
+                written
+                    ? "let the forward compute with a clone() of a buffer that it also writes, as another microbatch's "
+                      "forward may write it before this one's backward"
+                    : "");
   }
 }
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from pipelines import MSE, accumulate, batch, blocks, grads, same, schedule_for
-from plumb.pipelining import PipelineStage
+from plumb.pipelining import PipelineStage, ScheduleLoopedBFS, SplitPoint, pipeline
 from torch import nn
 
 import plumb
@@ -105,3 +105,23 @@ def test_what_a_later_stage_does_not_use_has_no_gradient():
     modules = [nn.Linear(8, 8), Detached()]
     schedule_for("Interleaved1F1B", modules, 4).step(x, target=target)
     assert modules[0].weight.grad is None and modules[1].weight.grad is not None
+
+
+class Decaying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.scale.mul_(0.5)
+        return self.second(self.first(x) * self.scale)
+
+
+def test_a_buffer_that_another_microbatch_writes_before_the_backward_has_a_remedy():
+    pipe = pipeline(Decaying(), (torch.randn(2, 4),), split_spec={"second": SplitPoint.BEGINNING})
+    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
+    schedule = ScheduleLoopedBFS(stages, 2, lambda y, target: (y - target).square().mean())
+    x = torch.randn(4, 4)
+    with pytest.raises(plumb.Error, match=r"rank 0 at 0B0(?s:.*)try: let the forward compute with a clone\(\) of a buffer"):
+        schedule.step(x, target=x)
