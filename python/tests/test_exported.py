@@ -237,7 +237,7 @@ def test_an_assignment_that_run_decompositions_made_functional_trains_as_the_mod
     assert torch.equal(loaded(x[:3]), net(x[:3]))
 
 
-def test_a_value_of_no_known_type_has_none_after_saving_either(tmp_path):
+def test_a_recurrent_layers_value_of_no_known_type_has_none_after_saving_either(tmp_path):
     """simulate_format takes a recurrent layer apart; nobody says what types the parts have."""
     class Net(nn.Module):
         def __init__(self):
