@@ -371,7 +371,13 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
     stage = std::make_shared<AuditedStage>(copy, job_.pipe->table(), choice.stage);
   }
   auto copied = copies_->model_of(choice.rank, now_ - 2);
-  for (const auto& [name, tensor] : received_->buffers) copied[job_.first_name(name)] = tensor;
+  for (const auto& [name, tensor] : received_->buffers) {
+    const auto known = copied.find(job_.first_name(name));
+    if (known == copied.end() || known->second.scalar_type() != tensor.scalar_type() ||
+        known->second.sizes() != tensor.sizes())
+      refuse_audit();
+    known->second = tensor;
+  }
   std::vector<std::pair<std::string, at::Tensor>> weights;
   std::map<std::string, at::Tensor> first;  // tied ones stay one
   for (const Attr& attr : stage->module()->state()) {
