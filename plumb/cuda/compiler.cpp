@@ -111,7 +111,7 @@ void Compiler::load(const std::string& path) {
     throw Error(ErrorKind::Unsupported, "it does not say what it compiles for");
   path_ = path;
   version_ = std::to_string(major) + "." + std::to_string(minor);
-  functions_ = functions.release();  // for the life of the process, as the library
+  functions_ = std::move(functions);
 }
 
 Compiler Compiler::open(int major) {
@@ -161,7 +161,7 @@ std::vector<char> Compiler::compile(const std::string& text, const std::string& 
     const Functions* functions;
     Functions::Program* program;
     ~Destroy() { functions->destroy(program); }
-  } destroy{functions_, &program};
+  } destroy{functions_.get(), &program};
   size_t size = 0;
   if (const int code = functions_->compile(program, int(values.size()), values.data())) {
     std::string log;

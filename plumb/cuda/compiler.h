@@ -1,6 +1,7 @@
 // NVRTC, NVIDIA's run-time compiler, opened at run time: torch's CUDA wheels bring it. It needs no GPU.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,7 @@ class Compiler {
   std::string path_, version_;
   std::vector<int> architectures_;
   struct Functions;
-  const Functions* functions_ = nullptr;  // functions of the NVRTC library, which stays open
+  std::shared_ptr<const Functions> functions_;  // functions of the NVRTC library, which stays open
 };
 
 }  // namespace plumb::cuda
