@@ -384,8 +384,11 @@ class Loader {
       Node* norm = graph_.call("aten::batch_norm", std::move(args));
       norm->meta() = node->meta();
       norm->result()->set_meta(node->result(0)->meta());
+      graph_.replace_all_uses_with(node->result(0), norm->result());
+      const std::string name = node->result(0)->name();
       for (Node* writer : writers) graph_.erase(writer);
-      replace_and_erase(node, norm);
+      graph_.erase(node);
+      norm->result()->rename(name);
     }
   }
 
@@ -395,26 +398,17 @@ class Loader {
     for (Node* node : graph_.nodes()) {
       if (!node->is_op("aten::copy") || !node->arg("self").is_value()) continue;
       const auto guard = graph_.inserting_before(node);
-      const Value* self = node->input(0);
       Node* clone = graph_.call("aten::clone", {node->arg("self")});
       Node* copy = graph_.call("aten::copy_", {clone->result(), node->arg("src"), node->arg("non_blocking")});
-      std::optional<TensorMeta> meta = self->meta();
+      std::optional<TensorMeta> meta = node->input(0)->meta();
       if (meta && meta->strides.size() == meta->sizes.size())
         meta->strides = at::infer_dense_strides(meta->sizes, meta->strides);
-      for (Node* made : {clone, copy}) {
-        made->meta() = node->meta();
-        made->result()->set_meta(meta);
-      }
-      replace_and_erase(node, copy);
+      clone->meta() = node->meta();
+      for (Node* made : {clone, copy}) made->result()->set_meta(meta);
+      const std::string name = node->result()->name();
+      graph_.replace_node(node, copy);
+      copy->result()->rename(name);
     }
-  }
-
-  // Gives `made` the name of the node's first result and its users.
-  void replace_and_erase(Node* node, Node* made) {
-    const std::string name = node->result(0)->name();
-    graph_.replace_all_uses_with(node->result(0), made->result());
-    graph_.erase(node);
-    made->result()->rename(name);
   }
 
   void read_extras() {
