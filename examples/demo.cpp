@@ -66,12 +66,14 @@ int main(int argc, char** argv) {
     }
     std::cerr << "text: " << options.text << "\n";
     DemoResult result;
-    // Two at once: a thread each.
-    auto plain = std::async(std::launch::async,
-                            [&] { return train(options, Variant::PlainFP8, options.lr_plain, /*shown=*/false); });
+    // Three at once: a thread each.
+    const auto beside = [&](Variant variant, double rate) {
+      return std::async(std::launch::async, [&options, variant, rate] { return train(options, variant, rate, false); });
+    };
+    auto plain = beside(Variant::PlainFP8, options.lr_plain), scaled = beside(Variant::ScaledFP8, options.lr_scaled);
     result.runs.push_back(train(options, Variant::FP32, options.lr_fp32));
     result.runs.push_back(plain.get());
-    result.runs.push_back(train(options, Variant::ScaledFP8, options.lr_scaled));
+    result.runs.push_back(scaled.get());
     const std::vector<std::string> arguments(argv + 1, argv + argc);
     result.runs.push_back(train_in_processes(options, arguments, /*real=*/false, result.timeline));
     std::vector<plumb::TimelineEvent> real;

@@ -405,9 +405,7 @@ class Loader {
         meta->strides = at::infer_dense_strides(meta->sizes, meta->strides);
       clone->meta() = node->meta();
       for (Node* made : {clone, copy}) made->result()->set_meta(meta);
-      const std::string name = node->result()->name();
       graph_.replace_node(node, copy);
-      copy->result()->rename(name);
     }
   }
 

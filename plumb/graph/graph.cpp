@@ -313,14 +313,17 @@ void Graph::replace_node(Node* from, Node* to) {
                                                 std::to_string(from->num_results()) + " results against " +
                                                 std::to_string(to->num_results()));
   }
+  std::vector<std::string> names;
   for (size_t i = 0; i < from->num_results(); ++i) {
+    names.push_back(from->result(i)->name());
     replace_all_uses_with(from->result(i), to->result(i), to);
     if (!to->result(i)->meta_) to->result(i)->meta_ = from->result(i)->meta_;
   }
   if (!to->meta_.modules) to->meta_.modules = from->meta_.modules;
   if (!to->meta_.source) to->meta_.source = from->meta_.source;
   to->meta_.grad_enabled = from->meta_.grad_enabled;
-  erase(from);
+  erase(from);  // a name is free again only after this
+  for (size_t i = 0; i < names.size(); ++i) to->result(i)->rename(names[i]);
 }
 
 void Graph::erase(Node* node) {

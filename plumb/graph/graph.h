@@ -248,7 +248,8 @@ class Graph {
   // --- editing ---
   // O(uses). Does not touch uses by `except`.
   void replace_all_uses_with(Value* from, Value* to, const Node* except = nullptr);
-  // Replaces a node by one with as many results: moves uses, copies meta where the new one has none, erases `from`.
+  // Replaces a node by one with as many results: moves uses and names, copies meta where the new one has none, erases
+  // `from`.
   void replace_node(Node* from, Node* to);
   // Throws if a result still has uses.
   void erase(Node* node);

@@ -35,12 +35,6 @@ Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<A
   return made;
 }
 
-void replace_and_name(Graph& graph, Node* node, Node* made) {
-  const std::string name = node->num_results() == 1 ? node->result()->name() : "";
-  graph.replace_node(node, made);
-  if (!name.empty()) made->result()->rename(name);
-}
-
 bool erase_identities(Graph& graph) {
   bool changed = false;
   for (Node* node : graph.nodes()) {

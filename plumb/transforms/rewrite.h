@@ -19,9 +19,6 @@ namespace plumb {
 Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<Arg> args, const Node* node,
                   const Value* like);
 
-// Moves all uses of `node` to `made`, and with them the name of its result if it has just one; erases `node`.
-void replace_and_name(Graph& graph, Node* node, Node* made);
-
 // Erases calls that return their first input itself: a cast to the type and device that it has, as norms of libraries
 // have one. What reads their results reads that input: one tensor is one value again. Returns whether there were any.
 bool erase_identities(Graph& graph);

@@ -113,9 +113,7 @@ bool keep_views_working(Graph& graph) {
       auto here = graph.inserting_before(node);
       made = graph.call("aten::reshape", {node->args()[0], node->args()[1]});
     }
-    const std::string name = node->result()->name();
     graph.replace_node(node, made);
-    made->result()->rename(name);
     changed = true;
   }
   return changed;

@@ -82,7 +82,7 @@ class Folder {
       }
       report_.add(ReportKind::Replaced, node, node->target(), made->target(),
                   holds_for.empty() ? "" : "its factor holds for " + holds_for + " alone");
-      replace_and_name(graph_, node, made);
+      graph_.replace_node(node, made);
     }
     changed_ = changed_ || !equations_.unit_scaled().empty();
     for (Node* node : graph_.nodes()) {

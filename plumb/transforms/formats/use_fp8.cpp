@@ -309,7 +309,7 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
         delayed ? graph.call("plumb::fp8_delayed_linear", {input, weight, bias, state, fwd, bwd, module.is_training()})
                 : graph.call("plumb::fp8_scaled_linear", {input, weight, bias, options.recipe, fwd, bwd});
     report.add(ReportKind::Replaced, node, node->target(), made->target(), options.recipe + " scales");
-    replace_and_name(graph, node, made);
+    graph.replace_node(node, made);
     changed = true;
   }
   return changed;

@@ -98,7 +98,7 @@ class Optimiser {
     Node* made = insert(node, "aten::mul.Tensor", {first->value, forward});
     report_.add(ReportKind::Replaced, node, inner->target() + " and " + node->target(), made->target(),
                 "their factors multiplied");
-    replace_and_name(graph_, node, made);
+    graph_.replace_node(node, made);
     graph_.erase(inner);
     return true;
   }
@@ -150,7 +150,7 @@ class Optimiser {
     auto& entry = report_.add(ReportKind::Replaced, node, inner->target() + " and " + node->target(), made->target());
     entry.reason = factor.exact() ? "the factor is part of the product"
                                   : "the factor is part of the product: one rounding where there were two";
-    replace_and_name(graph_, node, made);
+    graph_.replace_node(node, made);
     if (!inner->result()->has_uses()) graph_.erase(inner);
   }
 

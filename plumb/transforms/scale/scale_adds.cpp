@@ -163,7 +163,7 @@ class AddScaler {
         if (!inside) made->set_arg("constraint", std::nullopt);
         report_.add(ReportKind::Replaced, add, add->target(), kAdd, why_no_residual(add, inside));
       }
-      replace_and_name(graph_, add, made);
+      graph_.replace_node(add, made);
       done_.changed = true;
     }
     return std::move(done_);

@@ -134,7 +134,7 @@ class UnitScaler {
                       "make it with the graph that the function is given");
         }
         report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for").asked = true;
-        replace_and_name(graph_, node, made);
+        graph_.replace_node(node, made);
         users_choice_.insert(made);
         if (made->num_results()) chosen_[made->result()->name()] = made->target();
         changed_ = true;
@@ -217,7 +217,7 @@ class UnitScaler {
       report_.add(ReportKind::Replaced, node, node->target(), made->target(),
                   attends ? "gradients of query and key start small: one factor serves them and those of value" : "");
       roles_.moved(node, made);
-      replace_and_name(graph_, node, made);
+      graph_.replace_node(node, made);
       changed_ = true;
     }
   }
