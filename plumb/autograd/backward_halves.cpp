@@ -115,6 +115,20 @@ void run_chains(NodePtr node, at::Tensor grad, bool keep_graph) {
   }
 }
 
+// After the last use of these nodes: what they saved, and then they themselves, need not wait for the weight half.
+void release_input_half(const BackwardGraph& graph, DeferredWeights::State& deferred) {
+  for (const auto& e : graph.entries) {
+    if (!e.in_input_half || e.start) continue;
+    e.node->release_variables();
+    drop_recipes(*e.node);
+  }
+  std::vector<Edge> dropped;  // lets nodes go only when all cuts are made
+  for (const auto& cut : deferred.cuts) {
+    dropped.push_back(std::exchange(cut.node->next_edges()[cut.index], Edge()));
+  }
+  deferred.cuts.clear();
+}
+
 }  // namespace
 
 InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& inputs, bool keep_graph) {
@@ -172,19 +186,7 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
     }
   }
   for (const auto& e : graph.entries) drop_recomputed(*e.node);
-  if (!keep_graph) {
-    // Last use of these nodes: what they saved, and then they themselves, need not wait for the weight half.
-    for (const auto& e : graph.entries) {
-      if (!e.in_input_half || e.start) continue;
-      e.node->release_variables();
-      drop_recipes(*e.node);
-    }
-    std::vector<Edge> dropped;
-    for (const auto& cut : deferred.cuts) {
-      dropped.push_back(std::exchange(cut.node->next_edges()[cut.index], Edge()));
-    }
-    deferred.cuts.clear();
-  }
+  if (!keep_graph) release_input_half(graph, deferred);
   return half;
 }
 

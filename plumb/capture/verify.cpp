@@ -140,13 +140,13 @@ const Node* first_difference(const Graph& graph, const Graph& other) {
   return nullptr;
 }
 
-}  // namespace
+using CaptureAgain = std::function<std::shared_ptr<GraphModule>(const CaptureRequest&)>;
 
-void verify_capture(const CaptureRequest& request, GraphModule& first,
-                    const std::function<std::shared_ptr<GraphModule>(const CaptureRequest&)>& capture_again) {
+// Returns a graph captured on other values of the inputs, which come into `values`.
+std::shared_ptr<GraphModule> capture_on_other_values(const CaptureRequest& request, const CaptureAgain& capture_again,
+                                                     std::vector<at::Tensor>& values) {
   CaptureRequest other = request;
-  std::vector<at::Tensor> values;
-  auto change_inputs = [&](bool integers) {
+  const auto change_inputs = [&](bool integers) {
     const ModuleStateGuard restore(request.state, request.inputs);  // keeps the random state
     values.clear();
     other.inputs = request.inputs;
@@ -157,13 +157,11 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
       v = values.back().detach().requires_grad_(grad);
     }
   };
-  std::shared_ptr<GraphModule> second;
   // The model itself may check integers (offsets that begin with zero): then they keep their values.
   for (const bool integers : {true, false}) {
     change_inputs(integers);
     try {
-      second = capture_again(other);
-      break;
+      return capture_again(other);
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
@@ -174,6 +172,15 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
                   "capture without verifying a forward that takes only some values, such as a table's positions");
     }
   }
+  return nullptr;
+}
+
+}  // namespace
+
+void verify_capture(const CaptureRequest& request, GraphModule& first,
+                    const std::function<std::shared_ptr<GraphModule>(const CaptureRequest&)>& capture_again) {
+  std::vector<at::Tensor> values;
+  const auto second = capture_on_other_values(request, capture_again, values);
   auto differs = [](const std::string& what, const std::string& where = "") {
     throw Error(
         ErrorKind::Capture, "verify: " + what, where,

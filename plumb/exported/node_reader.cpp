@@ -325,40 +325,43 @@ void NodeReader::size_arithmetic(const Json& node, const Json& graph, const std:
   bind_outputs(node, graph, made, scope);
 }
 
+bool NodeReader::read_flag(const Json& input, bool otherwise, const Scope& scope) const {
+  const Arg a = read_argument(doc_.at(input, "arg"), scope);
+  if (a.is_none()) return otherwise;
+  if (!a.is_constant() || !a.constant().isBool()) doc_.fail(input, "true or false was expected");
+  return a.constant().toBool();
+}
+
+std::optional<Region::Autocast> NodeReader::read_autocast(const Json& inputs, const Scope& scope) const {
+  const Arg device = read_argument(doc_.at(inputs[0], "arg"), scope);
+  const Arg dtype = read_argument(doc_.at(inputs[1], "arg"), scope);
+  if (!device.is_constant() || !device.constant().isString()) doc_.fail(inputs[0], "a device type was expected");
+  if (!read_flag(inputs[2], true, scope)) return std::nullopt;
+  const std::string& name = device.constant().toStringRef();
+  at::DeviceType type = at::kCPU;
+  try {
+    type = at::Device(name).type();
+  } catch (const c10::Error&) {
+    doc_.fail(inputs[0], "unknown device type '" + name + "'");
+  }
+  if (device_) type = device_->type();
+  if (!dtype.is_none() && (!dtype.is_constant() || !dtype.constant().isInt()))
+    doc_.fail(inputs[1], "a dtype was expected");
+  const at::ScalarType lower = dtype.is_none() ? (type == at::kCUDA ? at::kHalf : at::kBFloat16)
+                                               : static_cast<at::ScalarType>(dtype.constant().toInt());
+  return Region::Autocast{type, lower, read_flag(inputs[3], true, scope)};
+}
+
 void NodeReader::nested(const Json& node, const Json& graph, const std::string& kind, Scope& scope, Region region,
                         int depth) {
   const Json& inputs = doc_.array(doc_.at(node, "inputs"));
   const size_t head = kind == kGradRegion ? 1 : 4;  // modes before the graph
   if (inputs.size() <= head) doc_.fail(inputs, "too few arguments for " + kind);
-  auto mode = [&](size_t i) { return read_argument(doc_.at(inputs[i], "arg"), scope); };
-  auto flag = [&](size_t i, bool otherwise) {
-    const Arg a = mode(i);
-    if (a.is_none()) return otherwise;
-    if (!a.is_constant() || !a.constant().isBool()) doc_.fail(inputs[i], "true or false was expected");
-    return a.constant().toBool();
-  };
   const bool outermost = !region.autocast;
   if (kind == kGradRegion) {
-    region.grad = flag(0, true);
+    region.grad = read_flag(inputs[0], true, scope);
   } else {
-    const Arg device = mode(0), dtype = mode(1);
-    if (!device.is_constant() || !device.constant().isString()) doc_.fail(inputs[0], "a device type was expected");
-    region.autocast.reset();
-    if (flag(2, true)) {
-      const std::string& name = device.constant().toStringRef();
-      at::DeviceType type = at::kCPU;
-      try {
-        type = at::Device(name).type();
-      } catch (const c10::Error&) {
-        doc_.fail(inputs[0], "unknown device type '" + name + "'");
-      }
-      if (device_) type = device_->type();
-      if (!dtype.is_none() && (!dtype.is_constant() || !dtype.constant().isInt()))
-        doc_.fail(inputs[1], "a dtype was expected");
-      const at::ScalarType lower = dtype.is_none() ? (type == at::kCUDA ? at::kHalf : at::kBFloat16)
-                                                   : static_cast<at::ScalarType>(dtype.constant().toInt());
-      region.autocast = Region::Autocast{type, lower, flag(3, true)};
-    }
+    region.autocast = read_autocast(inputs, scope);
   }
   const auto [tag, argument] = doc_.tagged(doc_.at(inputs[head], "arg"));
   if (tag != "as_graph") doc_.fail(inputs[head], "a graph was expected");
@@ -379,8 +382,10 @@ void NodeReader::nested(const Json& node, const Json& graph, const std::string& 
   }
   read_nodes(inner, inner_scope, region, depth + 1);
   if (region.autocast && outermost) cast_weights_.clear();
-  const Json& results = doc_.array(doc_.at(inner, "outputs"));
-  const Json& outputs = doc_.array(doc_.at(node, "outputs"));
+  bind_nested_outputs(doc_.array(doc_.at(node, "outputs")), doc_.array(doc_.at(inner, "outputs")), scope, inner_scope);
+}
+
+void NodeReader::bind_nested_outputs(const Json& outputs, const Json& results, Scope& scope, const Scope& inner) {
   // One result that is a list stands for all of them.
   std::vector<const Json*> names;
   for (const Json& out : outputs) {
@@ -396,7 +401,7 @@ void NodeReader::nested(const Json& node, const Json& graph, const std::string& 
   if (names.size() != results.size())
     doc_.fail(outputs, "the nested graph has " + std::to_string(results.size()) + " results");
   for (size_t i = 0; i < names.size(); ++i) {
-    if (names[i]) bind(doc_, *names[i], scope, doc_.string(*names[i]), read_argument(results[i], inner_scope));
+    if (names[i]) bind(doc_, *names[i], scope, doc_.string(*names[i]), read_argument(results[i], inner));
   }
 }
 

@@ -56,9 +56,13 @@ class NodeReader {
   void call(const Json& node, const Json& graph, const c10::OperatorHandle& op, Scope& scope, const Region& region);
   void size_arithmetic(const Json& node, const Json& graph, const std::string& target, Scope& scope,
                        const Region& region);
+  bool read_flag(const Json& input, bool otherwise, const Scope& scope) const;
+  std::optional<Region::Autocast> read_autocast(const Json& inputs, const Scope& scope) const;
   void nested(const Json& node, const Json& graph, const std::string& kind, Scope& scope, Region region, int depth);
   void add_casts(const Json& node, const Json& graph, const c10::OperatorHandle& op, std::vector<Arg>& args,
                  const Region& region);
+  // Gives the results of the nested graph to the names that its node has for them.
+  void bind_nested_outputs(const Json& outputs, const Json& results, Scope& scope, const Scope& inner);
   void bind_outputs(const Json& node, const Json& graph, Node* made, Scope& scope);
   void bind_output(const Json& out, const Json& graph, Value* value, Scope& scope);
   void set_origin(const Json& node, Node* made, const Region& region);

@@ -79,8 +79,50 @@ class Stepper {
   std::unordered_map<const Value*, size_t> used_;
 };
 
-ValueMetas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs) {
-  ValueMetas metas;
+at::Tensor to_meta(const at::Tensor& t) {
+  return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t;
+}
+
+// Returns the graph with all of its tensors, its factories' too, on the meta device.
+GraphModule on_meta(const GraphModule& module) {
+  State state;
+  for (const Attr& attr : module.state()) state.add({attr.name, attr.kind, to_meta(attr.tensor), attr.persistent});
+  GraphModule twin(module.graph().clone(), std::move(state), module.in_spec(), module.out_spec());
+  for (Node* node : twin.graph().nodes()) {
+    if (!node->is_call()) continue;
+    for (const auto& argument : node->schema().arguments()) {
+      if (argument.name() == "device") node->set_arg("device", IValue(at::Device(at::kMeta)));
+    }
+  }
+  return twin;
+}
+
+std::vector<IValue> run_on_meta(const Node& node, const Plan& plan, std::vector<IValue> args) {
+  if (node.is_op("aten::embedding")) {
+    // Its meta kernel exists in Python only.
+    const at::Tensor table = args.at(0).toTensor();
+    auto sizes = (args.size() > 1 ? args[1] : args[0]).toTensor().sizes().vec();
+    sizes.push_back(table.size(-1));
+    return {at::empty(sizes, table.options())};
+  }
+  try {
+    return plan.run(args);
+  } catch (const Error&) {
+    // Some meta kernels exist in Python only (layer_norm's): run this one node on zeros.
+    for (IValue& v : args) {
+      if (v.isTensor() && v.toTensor().defined())
+        v = at::zeros(v.toTensor().sizes(), v.toTensor().options().device(at::kCPU));
+    }
+    std::vector<IValue> out = plan.run(std::move(args));
+    for (IValue& v : out) {
+      if (v.isTensor()) v = to_meta(v.toTensor());
+    }
+    return out;
+  }
+}
+
+// Adds the metadata that the graph and its state hold. Returns whether these are those of all tensors in use.
+bool add_known_metas(const GraphModule& module, ValueMetas& metas) {
   bool complete = true;
   for (const Node* node : module.graph().nodes()) {
     for (const Value* v : node->results()) {
@@ -94,63 +136,31 @@ ValueMetas collect_metas(const GraphModule& module, const std::vector<IValue>& i
       }
     }
   }
-  if (complete) return metas;
+  return complete;
+}
+
+ValueMetas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs) {
+  ValueMetas metas;
+  if (add_known_metas(module, metas)) return metas;
   if (inputs.empty()) {
     throw Error(ErrorKind::InvalidGraph, "the graph does not say the shapes of all its values", "",
                 "give inputs, on which it is run on the meta device");
   }
-  auto to_meta = [](const at::Tensor& t) {
-    return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t;
+  const auto note = [&metas](const Value* v, const IValue& value) {
+    if (v && value.isTensor() && value.toTensor().defined()) metas[v] = TensorMeta::of(value.toTensor());
   };
-  State state;
-  for (const Attr& attr : module.state()) state.add({attr.name, attr.kind, to_meta(attr.tensor), attr.persistent});
   std::vector<IValue> meta_inputs;
   for (const IValue& v : inputs) meta_inputs.push_back(v.isTensor() ? IValue(to_meta(v.toTensor())) : v);
-  GraphModule twin(module.graph().clone(), std::move(state), module.in_spec(), module.out_spec());
-  // Factories make their tensors on the device that an argument names: the meta device here.
-  for (Node* node : twin.graph().nodes()) {
-    if (!node->is_call()) continue;
-    for (const auto& argument : node->schema().arguments()) {
-      if (argument.name() == "device") node->set_arg("device", IValue(at::Device(at::kMeta)));
-    }
-  }
+  const GraphModule twin = on_meta(module);
   at::NoGradGuard no_grad;
   Stepper stepper(twin, twin.state());
   stepper.run(meta_inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
-    std::vector<IValue> out;
-    if (node.is_op("aten::embedding")) {
-      // Its meta kernel exists in Python only.
-      const at::Tensor table = args.at(0).toTensor();
-      auto sizes = (args.size() > 1 ? args[1] : args[0]).toTensor().sizes().vec();
-      sizes.push_back(table.size(-1));
-      out.emplace_back(at::empty(sizes, table.options()));
-    } else {
-      try {
-        out = plan.run(args);
-      } catch (const Error&) {
-        // Some meta kernels exist in Python only (layer_norm's): run this one node on zeros.
-        for (IValue& v : args) {
-          if (v.isTensor() && v.toTensor().defined())
-            v = at::zeros(v.toTensor().sizes(), v.toTensor().options().device(at::kCPU));
-        }
-        out = plan.run(std::move(args));
-        for (IValue& v : out) {
-          if (v.isTensor()) v = to_meta(v.toTensor());
-        }
-      }
-    }
-    for (size_t i = 0; i < out.size(); ++i) {
-      if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
-      if (const Value* v = module.graph().find_value(node.result(i)->name()))
-        metas[v] = TensorMeta::of(out[i].toTensor());
-    }
+    std::vector<IValue> out = run_on_meta(node, plan, std::move(args));
+    for (size_t i = 0; i < out.size(); ++i) note(module.graph().find_value(node.result(i)->name()), out[i]);
     return out;
   });
   size_t next = 0;
-  for (const Node* in : module.graph().placeholders()) {
-    if (meta_inputs[next].isTensor()) metas[in->result()] = TensorMeta::of(meta_inputs[next].toTensor());
-    ++next;
-  }
+  for (const Node* in : module.graph().placeholders()) note(in->result(), meta_inputs[next++]);
   return metas;
 }
 
@@ -321,8 +331,7 @@ namespace {
 
 class Counter {
  public:
-  Counter(const Node& node, const ValueMetas& metas)
-      : node_(node), metas_(metas), facts_(operator_facts(node.target())) {}
+  Counter(const Node& node, const ValueMetas& metas) : node_(node), metas_(metas), facts_(node.facts()) {}
 
   double count() const {
     double all = 0;

@@ -93,6 +93,34 @@ std::vector<int64_t> memory_order(const at::Tensor& t) {
   return order;
 }
 
+// Reads the tensors that the header describes, which are all of the bytes, under their names.
+State read_state(const json& header, std::string_view bytes) {
+  std::vector<at::Tensor> tensors;
+  for (const json& entry : header.at("tensors")) {
+    at::Tensor t = read_tensor(entry, bytes);
+    if (entry.at("grad").get<bool>()) {
+      if (!at::isFloatingType(t.scalar_type()) && !at::isComplexType(t.scalar_type()))
+        bad("an integer tensor that requires a gradient");
+      t = t.detach().set_requires_grad(true);
+    }
+    if (entry.contains("tag")) {
+      ParameterData data{mup_type_from(entry["tag"].get<std::string>()), std::nullopt};
+      if (entry.contains("depth")) data.scaling_depth = entry["depth"].get<int64_t>();
+      tag(t, data);
+    }
+    tensors.push_back(std::move(t));
+  }
+  if (!bytes.empty()) bad(str(bytes.size(), " bytes are left over"));
+  State state;
+  for (const json& entry : header.at("attrs")) {
+    const size_t i = entry.at("tensor").get<size_t>();
+    if (i >= tensors.size()) bad("a tensor that is not there");
+    state.add({entry.at("name").get<std::string>(), kind_of(entry.at("kind")), tensors[i],
+               entry.at("persistent").get<bool>()});
+  }
+  return state;
+}
+
 }  // namespace
 
 std::string serialize_stage(const Pipe& pipe, int index) {
@@ -156,32 +184,10 @@ StagePackage deserialize_stage(std::string_view bytes) {
     if (package.input_names.size() != package.table.num_inputs) bad("its inputs' names do not fit its table");
     package.in_spec = TreeSpec::from_json(header.at("whole_in_spec").get<std::string>());
     package.out_spec = TreeSpec::from_json(header.at("whole_out_spec").get<std::string>());
-    std::vector<at::Tensor> tensors;
-    for (const json& entry : header.at("tensors")) {
-      at::Tensor t = read_tensor(entry, bytes);
-      if (entry.at("grad").get<bool>()) {
-        if (!at::isFloatingType(t.scalar_type()) && !at::isComplexType(t.scalar_type()))
-          bad("an integer tensor that requires a gradient");
-        t = t.detach().set_requires_grad(true);
-      }
-      if (entry.contains("tag")) {
-        ParameterData data{mup_type_from(entry["tag"].get<std::string>()), std::nullopt};
-        if (entry.contains("depth")) data.scaling_depth = entry["depth"].get<int64_t>();
-        tag(t, data);
-      }
-      tensors.push_back(std::move(t));
-    }
-    if (!bytes.empty()) bad(str(bytes.size(), " bytes are left over"));
-    State state;
-    for (const json& entry : header.at("attrs")) {
-      const size_t i = entry.at("tensor").get<size_t>();
-      if (i >= tensors.size()) bad("a tensor that is not there");
-      state.add({entry.at("name").get<std::string>(), kind_of(entry.at("kind")), tensors[i],
-                 entry.at("persistent").get<bool>()});
-    }
-    package.module = std::make_shared<GraphModule>(parse_graph(header.at("graph").get<std::string>()), std::move(state),
-                                                   TreeSpec::from_json(header.at("in_spec").get<std::string>()),
-                                                   TreeSpec::from_json(header.at("out_spec").get<std::string>()));
+    package.module =
+        std::make_shared<GraphModule>(parse_graph(header.at("graph").get<std::string>()), read_state(header, bytes),
+                                      TreeSpec::from_json(header.at("in_spec").get<std::string>()),
+                                      TreeSpec::from_json(header.at("out_spec").get<std::string>()));
     package.module->lint();
     // The tensors came to the CPU: what was made on a device says so no longer.
     rewrite_devices(package.module->graph(), at::kCPU);

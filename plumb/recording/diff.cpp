@@ -324,6 +324,43 @@ DiffKind kind_of(const HistoryTensor& tensor, bool backward) {
   return backward ? DiffKind::Gradient : DiffKind::Value;
 }
 
+// Tensors of a graph by index: those that the first difference can have changed.
+struct Reached {
+  std::vector<bool> value, gradient;
+};
+
+// The first difference reaches values by their inputs, gradients by those of their users and by values beside them.
+Reached reached_by_first(const DiffReport& report) {
+  const size_t count = report.tensors.size();
+  Reached reached{std::vector<bool>(count), std::vector<bool>(count)};
+  auto& [value, gradient] = reached;
+  std::vector<bool> used(count);
+  (report.first->kind == DiffKind::Gradient ? gradient : value)[report.first->tensor] = true;
+  for (const DiffTensor& each : report.tensors)
+    for (const uint32_t input : each.tensor.inputs) used[input] = true;
+  const std::vector<std::vector<size_t>> sent = values_sent(report.tensors, used);
+  for (size_t t = 0; t < count; ++t) {
+    const auto reach = [&](size_t from) { value[t] = value[t] || value[from]; };
+    std::ranges::for_each(report.tensors[t].tensor.inputs, reach);
+    std::ranges::for_each(sent[t], reach);
+  }
+  // The loss, which is in no graph, depends on every value without users.
+  bool loss = false;
+  for (size_t t = 0; t < count; ++t) loss = loss || (!used[t] && value[t]);
+  for (size_t t = count; t-- > 0;) {
+    const HistoryTensor& tensor = report.tensors[t].tensor;
+    if (loss && !used[t]) gradient[t] = true;
+    // The gradient of what another stage got is that of what was sent.
+    for (const size_t from : sent[t]) gradient[from] = gradient[from] || gradient[t];
+    for (const uint32_t input : tensor.inputs) {
+      bool beside = value[t];
+      for (const uint32_t other : tensor.inputs) beside = beside || (other != input && value[other]);
+      gradient[input] = gradient[input] || gradient[t] || beside;
+    }
+  }
+  return reached;
+}
+
 void conclude(DiffReport& report, std::vector<Compared> compared) {
   // Gradients go from the last tensor to the first.
   const auto order = [](const Compared& c) {
@@ -352,33 +389,8 @@ void conclude(DiffReport& report, std::vector<Compared> compared) {
     }
   }
   if (!report.first) return;
-  // The first one reaches values by their inputs, gradients by those of their users and by values beside them.
-  const size_t count = report.tensors.size();
-  std::vector<bool> value(count), gradient(count), used(count);
-  (report.first->kind == DiffKind::Gradient ? gradient : value)[report.first->tensor] = true;
   const bool in_graph = report.first->kind <= DiffKind::Gradient;
-  for (const DiffTensor& each : report.tensors)
-    for (const uint32_t input : each.tensor.inputs) used[input] = true;
-  const std::vector<std::vector<size_t>> sent = values_sent(report.tensors, used);
-  for (size_t t = 0; t < count; ++t) {
-    const auto reach = [&](size_t from) { value[t] = value[t] || value[from]; };
-    std::ranges::for_each(report.tensors[t].tensor.inputs, reach);
-    std::ranges::for_each(sent[t], reach);
-  }
-  // The loss, which is in no graph, depends on every value without users.
-  bool loss = false;
-  for (size_t t = 0; t < count; ++t) loss = loss || (!used[t] && value[t]);
-  for (size_t t = count; t-- > 0;) {
-    const HistoryTensor& tensor = report.tensors[t].tensor;
-    if (loss && !used[t]) gradient[t] = true;
-    // The gradient of what another stage got is that of what was sent.
-    for (const size_t from : sent[t]) gradient[from] = gradient[from] || gradient[t];
-    for (const uint32_t input : tensor.inputs) {
-      bool beside = value[t];
-      for (const uint32_t other : tensor.inputs) beside = beside || (other != input && value[other]);
-      gradient[input] = gradient[input] || gradient[t] || beside;
-    }
-  }
+  const auto [value, gradient] = reached_by_first(report);
   for (const Compared& each : compared) {
     const Difference& place = each.place;
     if (!each.differs) continue;

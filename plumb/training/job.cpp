@@ -179,41 +179,11 @@ void check_wire(const TrainOptions& o) {
   throw UsageError("--wire: with one stage nothing goes from stage to stage", "--stages 2 or more, or no --wire");
 }
 
-TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {
-  TrainJob job;
-  const auto phase = [&](const std::string& what) {
-    if (hooks.phase) hooks.phase(what);
-  };
-  if (o.stages == 1 && !o.at.empty()) {
-    throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.at.size() + 1));
-  }
-  if (!o.wire.empty() && o.wire.size() != 2) {
-    throw UsageError("--wire: takes two formats, of values and of gradients", "--wire e4m3fn,e5m2");
-  }
-  // One stage that --recut leaves has no wire. Its checkpoints name it, for the same command to go on from them.
-  if (!o.recut) check_wire(o);
-  if (!o.plan.empty()) job.plan = o.plan_file->plan;
-  job.schedule = job.plan ? job.plan->schedule : read_schedule(o);  // wrong names before anything is read
-  if (!started_by_plumb()) check_outputs(o);                        // else the launcher has, before the training began
-  check_rates(o);
-  device_of(o.device, 0);
-  job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);
-  used_by("--gradient-groups",
-          [&] { check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule); });
-  check_going_on(o);
-  check_audit(o);
-  for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
-  const std::string name = o.file.empty() ? "the model" : o.file;
-  phase("reading " + name);
-  job.program = open_program(o, parts);
-  check_folders(o, job);
+namespace {
+
+// Opens the batches of training, and the held-out rows where there are any.
+void open_data(const TrainOptions& o, TrainParts& parts, TrainJob& job) {
   const GraphModule& module = job.module();
-  if (!o.formats.empty()) {
-    used_by("--formats", [&] {
-      job.formats = read_recipe(o.formats);
-      apply_recipe(*derive(module), *job.formats);  // errors before the data is read
-    });
-  }
   job.rows = rows_of_step(o, module);
   if (parts.batches) {
     job.batches = std::move(parts.batches);
@@ -229,11 +199,10 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   } else if (o.eval_every > 0 || o.eval_batches > 0 || !o.eval_targets.empty()) {
     throw UsageError("--eval-data is missing", "--eval-data FILE of held-out data");
   }
-  job.pipeline.loss = make_loss(o, module);
-  job.pipeline.return_outputs = false;
-  job.pipeline.seed = static_cast<uint64_t>(o.seed);
-  job.pipeline.record_timeline = !o.timeline.empty();
-  phase("cutting " + name);
+}
+
+void cut_model(const TrainOptions& o, TrainJob& job) {
+  const GraphModule& module = job.module();
   const int stages = job.schedule.num_stages();
   std::string needed_by = "--stages " + std::to_string(o.stages);
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
@@ -260,6 +229,54 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
         [&] { require_runnable(compute_only(job.schedule), edges_of(connect_stages(job.pipe->table()))); },
         "correct the table, or --schedule 1F1B");
   }
+}
+
+// Returns what follows from the options alone: wrong ones are refused before the model is read.
+TrainJob job_of_options(const TrainOptions& o) {
+  TrainJob job;
+  if (o.stages == 1 && !o.at.empty()) {
+    throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.at.size() + 1));
+  }
+  if (!o.wire.empty() && o.wire.size() != 2) {
+    throw UsageError("--wire: takes two formats, of values and of gradients", "--wire e4m3fn,e5m2");
+  }
+  // One stage that --recut leaves has no wire. Its checkpoints name it, for the same command to go on from them.
+  if (!o.recut) check_wire(o);
+  if (!o.plan.empty()) job.plan = o.plan_file->plan;
+  job.schedule = job.plan ? job.plan->schedule : read_schedule(o);
+  if (!started_by_plumb()) check_outputs(o);  // else the launcher has, before the training began
+  check_rates(o);
+  device_of(o.device, 0);
+  job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);
+  used_by("--gradient-groups",
+          [&] { check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule); });
+  check_going_on(o);
+  check_audit(o);
+  for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
+  job.pipeline.return_outputs = false;
+  job.pipeline.seed = static_cast<uint64_t>(o.seed);
+  job.pipeline.record_timeline = !o.timeline.empty();
+  return job;
+}
+
+}  // namespace
+
+TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {
+  TrainJob job = job_of_options(o);
+  const std::string name = o.file.empty() ? "the model" : o.file;
+  if (hooks.phase) hooks.phase("reading " + name);
+  job.program = open_program(o, parts);
+  check_folders(o, job);
+  if (!o.formats.empty()) {
+    used_by("--formats", [&] {
+      job.formats = read_recipe(o.formats);
+      apply_recipe(*derive(job.module()), *job.formats);  // errors before the data is read
+    });
+  }
+  open_data(o, parts, job);
+  job.pipeline.loss = make_loss(o, job.module());
+  if (hooks.phase) hooks.phase("cutting " + name);
+  cut_model(o, job);
   check_weights_to_save(o, job);
   name_parameters(o, job);
   check_verdict(o, job);

@@ -226,17 +226,10 @@ std::string who(const Node* node) {
   return node->describe() + (where.empty() ? "" : " in " + where);
 }
 
-}  // namespace
-
-void ParameterRoles::moved(const Node* from, const Node* to) {
-  for (auto* table : {&weights, &biases}) {
-    for (auto& [name, entry] : *table) std::replace(entry.operators.begin(), entry.operators.end(), from, to);
-  }
-}
-
-ParameterRoles plan_parameters(const Graph& graph, const State& state,
-                               const std::function<const Equivalent*(const Node*)>& becomes) {
-  // Tied names are one tensor.
+// Returns the tensors that could be weights or biases, by the first of their names (tied names are one tensor), with
+// what uses them.
+std::map<std::string, Candidate> find_candidates(const Graph& graph, const State& state,
+                                                 const std::function<const Equivalent*(const Node*)>& becomes) {
   std::unordered_map<const c10::TensorImpl*, std::string> first_name;
   std::map<std::string, Candidate> candidates;
   std::unordered_map<std::string, std::string> name_of;
@@ -262,14 +255,18 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
       }
     }
   }
-  const auto is_buffer = [&](const std::string& name) { return state.find(name)->kind == AttrKind::Buffer; };
-  ParameterRoles roles;
-  // Operators lose their replacement one after the other until nothing is left to take back; every round takes back at
-  // least one, and what an operator's other tensors were to it becomes another use of them.
+  return candidates;
+}
+
+// Takes the replacement back from operators whose weight has another use, one after the other until nothing is left to
+// take back; every round takes back at least one, and what an operator's other tensors were to it becomes another use
+// of them. Returns the operators and why.
+std::unordered_map<const Node*, std::string> take_back_contested(std::map<std::string, Candidate>& candidates) {
+  std::unordered_map<const Node*, std::string> left_alone;
   std::vector<const std::string*> open;
-  for (const auto& [name, c] : candidates) open.push_back(&name);
   std::unordered_map<const Node*, std::vector<const std::string*>> tensors_of;
   for (const auto& [name, c] : candidates) {
+    open.push_back(&name);
     for (const Node* node : c.weight_of) tensors_of[node].push_back(&name);
     for (const Node* node : c.bias_of) tensors_of[node].push_back(&name);
   }
@@ -285,7 +282,7 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
     taken_back.swap(c.weight_of);
     for (const Node* node : taken_back) {
       c.other.push_back(node);
-      if (!roles.left_alone.emplace(node, "its weight " + name + " is used by " + other + ", too").second) continue;
+      if (!left_alone.emplace(node, "its weight " + name + " is used by " + other + ", too").second) continue;
       for (const std::string* affected : tensors_of[node]) {
         Candidate& a = candidates[*affected];
         const size_t before = a.weight_of.size() + a.bias_of.size();
@@ -296,10 +293,26 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
       }
     }
   }
+  return left_alone;
+}
+
+}  // namespace
+
+void ParameterRoles::moved(const Node* from, const Node* to) {
+  for (auto* table : {&weights, &biases}) {
+    for (auto& [name, entry] : *table) std::replace(entry.operators.begin(), entry.operators.end(), from, to);
+  }
+}
+
+ParameterRoles plan_parameters(const Graph& graph, const State& state,
+                               const std::function<const Equivalent*(const Node*)>& becomes) {
+  std::map<std::string, Candidate> candidates = find_candidates(graph, state, becomes);
+  ParameterRoles roles;
+  roles.left_alone = take_back_contested(candidates);
   for (auto& [name, c] : candidates) {
     if (!c.weight_of.empty()) {
       roles.weights[name] = {c.names, c.weight_of};
-    } else if (is_buffer(name)) {
+    } else if (state.find(name)->kind == AttrKind::Buffer) {
       continue;  // it is no bias that could start at zero, nor is its use news
     } else if (!c.bias_of.empty() && c.other.empty() && !c.norm && !c.norm_bias) {
       roles.biases[name] = {c.names, c.bias_of};
