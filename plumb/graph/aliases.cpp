@@ -20,7 +20,7 @@ void collect_sets(const c10::AliasInfo& info, std::set<c10::Symbol>& sets, bool&
   for (const auto& inner : info.containedTypes()) collect_sets(inner, sets, wildcard);
 }
 
-bool is_opaque(const Node& node) { return node.is_call() && operator_facts(node.target()).opaque; }
+bool is_opaque(const Node& node) { return node.facts().opaque; }
 
 // Conversions return their input unless dtype or device changes, which the types show.
 bool is_conversion_with_copy(const Node& node) {
@@ -194,7 +194,7 @@ bool may_write(const Node& node) { return node.writes() || is_opaque(node); }
 
 bool has_hidden_effects(const Node& node) {
   if (!node.is_call()) return false;
-  const OperatorFacts& facts = operator_facts(node.target());
+  const OperatorFacts& facts = node.facts();
   if (facts.opaque || facts.has_effects) return true;
   return node.schema().returns().empty() && !node.writes();
 }
@@ -213,7 +213,7 @@ bool looks_at_shape_only(const Node& node) {
          name == "aten::sym_size" || node.target() == "aten::bernoulli.p";
 }
 
-bool is_uninitialised(const Node& node) { return node.is_call() && operator_facts(node.target()).uninitialised; }
+bool is_uninitialised(const Node& node) { return node.facts().uninitialised; }
 
 const Value* UninitialisedMemory::base_of(const Value* value) const {
   const auto it = base_.find(value);

@@ -7,6 +7,7 @@
 #include "plumb/core/join.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -110,7 +111,10 @@ Graph& Graph::operator=(Graph&& other) noexcept {
   insert_before_ = nullptr;
   size_ = std::exchange(other.size_, 0);
   // Caches that key on the version see a moved-in graph as another graph.
+  const bool sound = other.sound_version_ == other.version_;
   version_ = std::max(version_, other.version_) + 1;
+  sound_version_ = sound ? version_ : UINT64_MAX;
+  other.sound_version_ = UINT64_MAX;
   names_ = std::move(other.names_);
   counters_ = std::move(other.counters_);
   other.names_.clear();
@@ -146,7 +150,7 @@ std::vector<Node*> Graph::placeholders() const { return nodes_of(*this, NodeKind
 std::vector<Node*> Graph::attributes() const { return nodes_of(*this, NodeKind::GetAttr); }
 
 Value* Graph::find_value(std::string_view name) const {
-  auto it = names_.find(std::string(name));
+  auto it = names_.find(name);
   return it == names_.end() ? nullptr : it->second;
 }
 
@@ -261,6 +265,7 @@ Node* Graph::call(const c10::OperatorHandle& op, std::vector<Arg> args, std::vec
   std::unique_ptr<Node> node(new Node(this, NodeKind::CallFunction));
   node->op_ = op;
   node->target_ = operator_name(op);
+  node->facts_ = &operator_facts(node->target_);
   const auto& schema = op.schema();
   if (args.size() > schema.arguments().size()) {
     throw Error(ErrorKind::InvalidArgument,
@@ -354,6 +359,7 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
     Node* twin = new Node(&copy, node->kind_);
     twin->target_ = node->target_;
     twin->op_ = node->op_;
+    twin->facts_ = node->facts_;
     twin->layout_ = node->layout_;
     twin->meta_ = node->meta_;
     twin->args_.reserve(node->args_.size());
@@ -372,6 +378,7 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
     if (map) map->emplace(node, twin);
   }
   copy.counters_ = counters_;
+  if (sound_version_ == version_) copy.sound_version_ = copy.version_;
   return copy;
 }
 
@@ -387,8 +394,8 @@ namespace {
 }
 
 void check_node(const Node& node, const Graph& graph) {
-  size_t index = 0;
-  for (Value* input : node.inputs()) {
+  for (size_t index = 0; index < node.num_inputs(); ++index) {
+    const Value* input = node.input(index);
     const Node* producer = input->producer();
     if (&producer->graph() != &graph) broken(node, "uses %" + input->name() + " of another graph");
     if (!producer->is_before(&node)) broken(node, "uses %" + input->name() + " before it is produced");
@@ -396,9 +403,9 @@ void check_node(const Node& node, const Graph& graph) {
     const auto is_here = [&](const Use& use) { return use.user == &node && use.index == index; };
     if (input->uses().size() < 16 && std::ranges::none_of(input->uses(), is_here))
       broken(node, "is missing from the uses of %" + input->name());
-    ++index;
   }
-  for (Value* result : node.results()) {
+  for (size_t i = 0; i < node.num_results(); ++i) {
+    const Value* result = node.result(i);
     if (graph.find_value(result->name()) != result) broken(node, "the name %" + result->name() + " is not its own");
     for (const Use& use : result->uses()) {
       if (use.index >= use.user->num_inputs() || use.user->input(use.index) != result)
@@ -426,6 +433,7 @@ void check_node(const Node& node, const Graph& graph) {
 }  // namespace
 
 void lint(const Graph& graph) {
+  if (graph.sound_version_ == graph.version_) return;
   size_t count = 0;
   bool placeholders_over = false;
   const Node* previous = nullptr;
@@ -447,6 +455,7 @@ void lint(const Graph& graph) {
     throw Error(ErrorKind::InvalidGraph, "the graph has no output node", "",
                 "call graph.output({...}); of a module that was moved, use the one that it was moved to");
   }
+  graph.sound_version_ = graph.version_;
 }
 
 }  // namespace plumb

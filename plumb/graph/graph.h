@@ -13,7 +13,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,6 +30,7 @@
 namespace plumb {
 
 class Graph;
+struct OperatorFacts;
 class Node;
 
 enum class NodeKind : uint8_t {
@@ -94,6 +97,8 @@ class Node {
   bool is_call() const { return kind_ == NodeKind::CallFunction; }
   // True for a CallFunction of this operator: "aten::add.Tensor", or "aten::add" for any overload.
   bool is_op(std::string_view name) const;
+  // What the table (operators/operator_facts.h) says of the operator; a row that says nothing for other kinds.
+  const OperatorFacts& facts() const { return *facts_; }
   // Operator name without the overload, "aten::add"; target() for other kinds.
   std::string_view op_name() const;
 
@@ -143,7 +148,7 @@ class Node {
     Arg* slot;           // where in args_ the value stands
     uint32_t use_index;  // where in value->uses_ this use stands
   };
-  Node(Graph* graph, NodeKind kind) : graph_(graph), kind_(kind) {}
+  Node(Graph* graph, NodeKind kind);
   void attach_inputs();
   void detach_inputs();
   void remove_use(size_t input);
@@ -152,6 +157,7 @@ class Node {
   NodeKind kind_;
   std::string target_;
   std::optional<c10::OperatorHandle> op_;
+  const OperatorFacts* facts_;
   std::vector<Arg> args_;
   std::vector<Input> inputs_;
   std::vector<std::unique_ptr<Value>> results_;
@@ -265,6 +271,7 @@ class Graph {
   friend class Node;
   friend class Value;
   friend class NodeRange;
+  friend void lint(const Graph& graph);
   Node* insert(std::unique_ptr<Node> node, std::string_view name_hint);
   void link(Node* node, Node* before);
   void unlink(Node* node);
@@ -278,7 +285,12 @@ class Graph {
   Node* insert_before_ = nullptr;
   size_t size_ = 0;
   uint64_t version_ = 0;
-  std::unordered_map<std::string, Value*> names_;
+  mutable std::atomic<uint64_t> sound_version_ = UINT64_MAX;  // at which lint() found no fault
+  struct HashText {
+    using is_transparent = void;
+    size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
+  };
+  std::unordered_map<std::string, Value*, HashText, std::equal_to<>> names_;
   std::unordered_map<std::string, uint64_t> counters_;
 };
 

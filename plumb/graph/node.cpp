@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <string_view>
 
 #include "plumb/core/error.h"
@@ -25,6 +26,23 @@ const c10::IValue* constant_arg(const Node& node, std::string_view name) {
 }
 
 bool is_off(const c10::IValue* flag) { return flag && flag->isBool() && !flag->toBool(); }
+
+// Gives `visit` the arguments whose memory the node writes, until it returns true. Returns whether it did.
+template <typename Visit>
+bool visit_written(const Node& node, Visit&& visit) {
+  if (!node.is_call()) return false;
+  const auto& arguments = node.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias && alias->isWrite() && std::invoke(visit, node.args()[i])) return true;
+  }
+  const OperatorFacts& facts = node.facts();
+  if (facts.writes[0].empty() || is_off(constant_arg(node, facts.writes_if))) return false;
+  for (std::string_view name : facts.writes) {
+    if (const Arg* arg = node.try_arg(name); arg && std::invoke(visit, *arg)) return true;
+  }
+  return false;
+}
 
 }  // namespace
 
@@ -52,6 +70,8 @@ std::string Node::describe() const {
     default: return text + " (" + target_ + ")";
   }
 }
+
+Node::Node(Graph* graph, NodeKind kind) : graph_(graph), kind_(kind), facts_(&operator_facts("")) {}
 
 const c10::OperatorHandle& Node::op() const {
   if (!op_) throw Error(ErrorKind::InvalidArgument, describe() + " is not an operator call");
@@ -182,25 +202,18 @@ void Node::detach_inputs() {
 
 std::vector<Value*> Node::written_inputs() const {
   std::vector<Value*> written;
-  if (!op_) return written;
-  const auto& arguments = op_->schema().arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) collect_values(args_[i], written);
-  }
-  const OperatorFacts& facts = operator_facts(target_);
-  if (is_off(constant_arg(*this, facts.writes_if))) return written;
-  for (std::string_view name : facts.writes) {
-    if (const Arg* arg = try_arg(name)) collect_values(*arg, written);
-  }
+  visit_written(*this, [&](const Arg& arg) {
+    collect_values(arg, written);
+    return false;
+  });
   return written;
 }
 
-bool Node::writes() const { return !written_inputs().empty(); }
+bool Node::writes() const { return visit_written(*this, &Arg::has_values); }
 
 bool Node::result_aliases_input() const {
   if (!op_) return false;
-  const OperatorFacts& facts = operator_facts(target_);
-  if (facts.may_alias || facts.opaque) return true;
+  if (facts_->may_alias || facts_->opaque) return true;
   for (const auto& r : op_->schema().returns()) {
     if (r.alias_info()) return true;
   }
@@ -210,9 +223,8 @@ bool Node::result_aliases_input() const {
 bool Node::is_random() const {
   if (!op_) return false;
   if (!op_->hasTag(at::Tag::nondeterministic_seeded)) return false;
-  const OperatorFacts& facts = operator_facts(target_);
-  if (is_off(constant_arg(*this, facts.draws_if))) return false;
-  const c10::IValue* p = constant_arg(*this, facts.draws_with);
+  if (is_off(constant_arg(*this, facts_->draws_if))) return false;
+  const c10::IValue* p = constant_arg(*this, facts_->draws_with);
   return !(p && ((p->isDouble() && p->toDouble() == 0) || (p->isInt() && p->toInt() == 0)));
 }
 
@@ -220,8 +232,7 @@ bool Node::has_side_effects() const {
   if (kind_ == NodeKind::Output || kind_ == NodeKind::Placeholder) return true;
   if (kind_ == NodeKind::GetAttr) return false;
   if (op_->schema().returns().empty()) return true;
-  const OperatorFacts& facts = operator_facts(target_);
-  return facts.opaque || facts.has_effects || writes() || is_random();
+  return facts_->opaque || facts_->has_effects || writes() || is_random();
 }
 
 namespace {

@@ -308,7 +308,7 @@ class PlanCompiler {
     if (draws && node.num_results()) in.random = mix_seeds(0, seed_of_name(node.result(0)->name()));
     plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
     // Dropout, also that of attention: it draws only if an argument says so. Recurrent layers have no own rows.
-    const OperatorFacts* facts = in.random ? &operator_facts(node.target()) : nullptr;
+    const OperatorFacts* facts = in.random ? &node.facts() : nullptr;
     in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
                  facts->recurrent == RecurrentLayer::None;
     in.first_out = static_cast<uint32_t>(plan_.outs.size());

@@ -26,7 +26,7 @@ Value* cast(Graph& graph, Value* value, at::ScalarType dtype) {
 std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
   Graph graph = module.graph().clone();
   for (Node* node : graph.nodes()) {
-    if (!node->is_call() || !operator_facts(node->target()).contraction || node->num_results() != 1) continue;
+    if (!node->facts().contraction || node->num_results() != 1) continue;
     Value* result = node->result();
     if (!is_float(*result)) continue;
     {

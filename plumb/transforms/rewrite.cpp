@@ -77,7 +77,7 @@ std::optional<double> number_of(const Arg& arg) {
 }
 
 bool is_passthrough(const Node* node) {
-  return node->is_call() && node->num_inputs() > 0 && operator_facts(node->target()).passes_through;
+  return node->is_call() && node->num_inputs() > 0 && node->facts().passes_through;
 }
 
 const Node* source_attribute(const Value* value) {
@@ -155,6 +155,7 @@ bool is_detach(const Node& node) { return node.is_op("aten::detach"); }
 std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
                                                      bool (*stops)(const Node&)) {
   std::unordered_set<const Node*> found;
+  found.reserve(graph.size());
   for (const Node* node : graph.nodes()) {
     bool flows = false;
     if (node->kind() == NodeKind::Placeholder) {

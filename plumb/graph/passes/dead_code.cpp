@@ -29,7 +29,7 @@ class Sweep {
       if (!node->is_call() || node->num_results() != 1 || node->args().empty() || !node->arg(0).is_value()) continue;
       const Value* input = node->arg(0).value();
       if (!written.empty()) same_[node->result()] = same(input);
-      const bool may_hand_back = node->result_aliases_input() && !operator_facts(node->target()).plain_view;
+      const bool may_hand_back = node->result_aliases_input() && !node->facts().plain_view;
       if (may_hand_back && aliases_.may_alias(node->result(), input)) first_[node->result()] = first(input);
     }
   }

@@ -20,9 +20,7 @@ constexpr uint32_t kMaxScatters = 64;
 constexpr size_t kMaxViewResults = 16;  // largest number of results of a view (unbind, split, chunk)
 
 // Views that can be made again on other memory. (reshape, contiguous and the like may copy: not among them.)
-bool is_plain_view(const Node& node) {
-  return node.is_call() && operator_facts(node.target()).plain_view && node.num_results() <= kMaxViewResults;
-}
+bool is_plain_view(const Node& node) { return node.facts().plain_view && node.num_results() <= kMaxViewResults; }
 
 // Returns where a narrow begins and ends, counted from the beginning; nullopt if its arguments or the type of its input
 // do not say so.

@@ -45,7 +45,10 @@ Node* apply(Graph& graph, const PatternRule& rule, Node* root) {
     made = rule.build(graph, *match);
   }
   if (!made) return nullptr;
+  // Another operator than the one that the name was made of: what is put together keeps its own.
+  const std::string name = made->result()->name();
   graph.replace_node(root, made);
+  made->result()->rename(name);
   // Erases the root's former inputs that nothing uses any more; a part of another match may still be used.
   for (size_t i = match->nodes.size() - 1; i-- > 0;) {
     if (!is_used(*match->nodes[i])) graph.erase(match->nodes[i]);

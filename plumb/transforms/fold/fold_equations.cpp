@@ -39,7 +39,7 @@ int rank_of(const Value* value) {
     int here = kGain;
     const std::string_view argument = argument_of(use.user, use.user->input(use.index));
     if (use.user->is_call()) {
-      const OperatorFacts& facts = operator_facts(use.user->target());
+      const OperatorFacts& facts = use.user->facts();
       if (use.user->op_name().ends_with("::embedding")) {
         here = kEmbedding;
       } else if (argument == "running_mean" || argument == "running_var") {

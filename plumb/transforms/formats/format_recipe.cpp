@@ -213,7 +213,7 @@ std::pair<std::string, std::string> formats_of(const Node* product, const std::s
 
 bool is_product(const Node* node) {
   if (!node->is_call() || node->num_results() == 0) return false;
-  const OperatorFacts& facts = operator_facts(node->target());
+  const OperatorFacts& facts = node->facts();
   return facts.contraction || facts.recurrent != RecurrentLayer::None;
 }
 

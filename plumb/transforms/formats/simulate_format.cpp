@@ -28,7 +28,7 @@ bool writes_a_product(const Node* node) {
 std::optional<std::string> hidden_product(const Node* node) {
   const std::string_view name = node->op_name();
   if (name == "plumb::python_function") return "a custom autograd function: products in it are not rounded";
-  if (operator_facts(name).name.empty() && !name.starts_with("aten::"))
+  if (node->facts().name.empty() && !name.starts_with("aten::"))
     return "an operator that plumb does not know: products in it are not rounded";
   if (name == "aten::_native_multi_head_attention" || name == "aten::_transformer_encoder_layer_fwd")
     return "a fused inference operator: capture with gradients enabled";
@@ -82,7 +82,7 @@ class Simulator {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
-      const Contraction& contraction = operator_facts(node->target()).contraction;
+      const Contraction& contraction = node->facts().contraction;
       if (!contraction) continue;
       if (auto why = obstacle(node)) {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
@@ -102,8 +102,10 @@ class Simulator {
     bwd_blocks_ = bwd_ != "none" && FPFormat::parse(bwd_).has_blocks();
   }
   void use_formats_of(const Node* product) {
-    const auto [fwd, bwd] = formats_of(product, options_.fwd, options_.bwd, options_.products);
-    use_formats(fwd, bwd);
+    auto asked = formats_of(product, options_.fwd, options_.bwd, options_.products);
+    if (asked == in_use_) return;  // most products have those of the one before
+    use_formats(asked.first, asked.second);
+    in_use_ = std::move(asked);
   }
 
   bool take_recurrent_apart() {
@@ -227,7 +229,8 @@ class Simulator {
   const State& state_;
   const SimulateFormatOptions& options_;
   Report& report_;
-  std::string fwd_, bwd_;  // formats of the product that is being rewritten
+  std::string fwd_, bwd_;                                      // formats of the product that is being rewritten
+  std::optional<std::pair<std::string, std::string>> in_use_;  // the same, as they were asked for
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
   std::map<std::tuple<const Value*, int64_t, std::string>, Made> rounded_;

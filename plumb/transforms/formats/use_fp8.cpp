@@ -86,8 +86,7 @@ class Fp8Lowering {
     Done done;
     std::vector<Node*> products;
     for (Node* node : graph_.nodes()) {
-      if (node->is_call() && operator_facts(node->target()).contraction && node->num_results() > 0)
-        products.push_back(node);
+      if (node->facts().contraction && node->num_results() > 0) products.push_back(node);
     }
     for (Node* node : products) {
       const std::string name = node->result()->name();
@@ -127,7 +126,7 @@ class Fp8Lowering {
   }
 
   static std::optional<std::string> no_kernel(const Node* node) {
-    switch (operator_facts(node->target()).contraction.kind) {
+    switch (node->facts().contraction.kind) {
       case ContractionKind::Convolution:
       case ContractionKind::TransposedConvolution: return "no FP8 kernel for convolutions";
       case ContractionKind::Attention: return "no FP8 kernel for attention";
@@ -281,7 +280,7 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
   bool changed = false;
   report_unmatched(module, options.exclude, report);
   for (Node* node : graph.nodes()) {
-    if (!node->is_call() || !operator_facts(node->target()).contraction || node->num_results() == 0) continue;
+    if (!node->facts().contraction || node->num_results() == 0) continue;
     const bool linear = node->target() == "aten::linear", add = node->target() == "aten::addmm";
     const Value* right = add || node->target() == "aten::mm" ? node->arg("mat2").value() : nullptr;
     Value* weight = linear ? node->arg("weight").value() : right ? transposed_of(right) : nullptr;

@@ -101,7 +101,7 @@ void drop_factor_of_attention(Node* node) { node->set_arg("scales", c10::IValue(
 Node* source_behind_views(const Value* operand) {
   while (operand->uses().size() == 1) {
     Node* node = operand->producer();
-    if (!node->is_call() || !operator_facts(node->target()).rearranges) return node;
+    if (!node->facts().rearranges) return node;
     const Value* source = node->input(0);
     // Another type: the memory's bits are read as other numbers.
     if (!source->meta() || !operand->meta() || source->meta()->dtype != operand->meta()->dtype) return node;

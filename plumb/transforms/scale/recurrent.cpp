@@ -145,10 +145,10 @@ class Scaler {
 
 }  // namespace
 
-bool is_recurrent_cell(const Node* node) { return operator_facts(node->target()).recurrent_cell; }
+bool is_recurrent_cell(const Node* node) { return node->facts().recurrent_cell; }
 
 rules::RecurrentKind recurrent_kind(const Node* node) {
-  switch (operator_facts(node->target()).recurrent) {
+  switch (node->facts().recurrent) {
     case RecurrentLayer::Lstm: return rules::RecurrentKind::Lstm;
     case RecurrentLayer::Gru: return rules::RecurrentKind::Gru;
     case RecurrentLayer::Relu: return rules::RecurrentKind::Relu;
@@ -158,9 +158,7 @@ rules::RecurrentKind recurrent_kind(const Node* node) {
 
 bool is_set(const Node* node, std::string_view argument) { return node->arg(argument).constant().toBool(); }
 
-bool is_recurrent(const Node* node) {
-  return node->is_call() && operator_facts(node->target()).recurrent != RecurrentLayer::None;
-}
+bool is_recurrent(const Node* node) { return node->facts().recurrent != RecurrentLayer::None; }
 
 RecurrentRole recurrent_role(const Node* node, const Value* value) {
   auto is = [value](const Arg& arg) { return arg.is_value() && arg.value() == value; };

@@ -38,7 +38,7 @@ bool is_norm_spelled_out(const Node* node) {
 // True if the result, which may share memory with an input, has its values. Products and dropout of whole channels may
 // return an input too, but compute.
 bool only_views(const Node* node) {
-  const OperatorFacts& facts = operator_facts(node->target());
+  const OperatorFacts& facts = node->facts();
   return node->result_aliases_input() && !facts.contraction && facts.draws_if.empty() &&
          !node->is_op("aten::chain_matmul");
 }
