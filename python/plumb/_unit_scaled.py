@@ -98,6 +98,7 @@ def let_alone(module: nn.Module) -> None:
 
 
 def mark_state_dict(module: nn.Module) -> None:
+    module.__dict__[MARK] = True  # torch.distributed.checkpoint looks up every key of a state dict as an attribute
     module.register_state_dict_post_hook(_add_mark)
     module.register_load_state_dict_pre_hook(_take_mark)
 
@@ -128,6 +129,7 @@ def _drop(hooks: dict[int, Any], ours: Any) -> None:
 
 
 def unmark(module: nn.Module) -> None:
+    module.__dict__.pop(MARK, None)
     _drop(module._state_dict_hooks, _add_mark)
     _drop(module._load_state_dict_pre_hooks, _take_mark)
     let_alone(module)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import zoo
 from plumb.pipelining import SplitPoint, pipeline
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transform_models import FOLDED, difference, first_tensor, made, trained
 
 import plumb
@@ -55,6 +56,22 @@ def test_a_plain_model_names_fold_when_it_is_given_unit_scaled_weights(tmp_path)
     wrapped = nn.Sequential(unit_scale(model))
     wrapped.load_state_dict(nn.Sequential(scaled).state_dict())
     assert torch.equal(first_tensor(wrapped(*args)), first_tensor(scaled(*args)))
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["module", "graph"])
+def test_torchs_distributed_checkpoints_take_a_model_with_a_unit_scaled_part(graph):
+    x = torch.randn(3, 4)
+
+    def model():
+        scaled = unit_scale(nn.Linear(4, 4))
+        return nn.Sequential(plumb.capture(scaled, x) if graph else scaled, nn.Tanh())
+
+    trained, again = model(), model()
+    set_model_state_dict(again, get_model_state_dict(trained))
+    assert torch.equal(again(x), trained(x))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with pytest.raises(RuntimeError, match="Unexpected key.*unit_scaled.*fold"):
+        set_model_state_dict(plain, get_model_state_dict(trained))
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["module", "graph"])
