@@ -14,7 +14,7 @@ from . import _C
 from ._capture.custom_functions import refuse_holders
 from ._capture.guards import Guards, enabled_autocast
 from ._errors import Error, ErrorKind
-from ._state import member, own_parameters, put_state, sync_state
+from ._state import kept_ties, member, own_parameters, put_state, sync_state
 from ._trees import check_plain_inputs, children, structure_error, unflatten
 
 
@@ -229,6 +229,11 @@ class GraphModule(nn.Module):
         out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
         return unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> GraphModule:
+        with kept_ties(self._slots):
+            super()._apply(fn, recurse)
+        return self
+
     def on(self, engine: Any) -> GraphModule:
         """Another graph that is called like this one and knows of its file what this one does."""
         own_parameters(engine)
@@ -250,7 +255,8 @@ class GraphModule(nn.Module):
     def __setstate__(self, state: dict) -> None:
         text, specs, tensors, mode = (state.pop(key) for key in ("_text", "_specs", "_state", "_mode"))
         self.__dict__.update(state)
-        self.__dict__.update(_fx=None, _guards=Guards())
+        # Tables of its own: a shallow copy would empty those of the graph that it is a copy of.
+        self.__dict__.update(_fx=None, _guards=Guards(), _modules={}, _parameters={}, _buffers={})
         self.__dict__["_engine"] = _C.GraphModule(text, tensors, *specs)
         self._engine.training, self._engine.mode_read_at = mode
         self.take_state()

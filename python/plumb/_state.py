@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, Iterator
 
 from torch import Tensor, nn
 
@@ -66,9 +67,32 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
                 kind=ErrorKind.InvalidState,
                 remedy="put a tensor there, or capture the model as it is now",
             )
+        first: dict[int, tuple[str, Any]] = {}  # a tied tensor's first name and what is there now
+        for (_, _, name, tensor), now in zip(slots, found):
+            known, at_first = first.setdefault(id(tensor), (name, now))
+            if at_first is not now:
+                raise Error(
+                    f"'{known}' and '{name}' were one tensor when the graph was made, and are two now",
+                    kind=ErrorKind.InvalidState,
+                    remedy="put one tensor under both names, or capture the model as it is now",
+                )
         engine.set_state([(slots[i][2], now) for i, now in changed])
         for i, now in changed:
             slots[i] = (*slots[i][:3], now)
+
+
+@contextlib.contextmanager
+def kept_ties(slots: list[tuple[dict, str, str, Tensor]]) -> Iterator[None]:
+    """Context manager at whose end one tensor is again under all names that had one: torch makes a tensor anew for each name where the
+    kind of memory changes, as to and from the meta device."""
+    names: dict[int, list[tuple[dict, str]]] = {}
+    for table, leaf, *_ in slots:
+        if leaf in table:
+            names.setdefault(id(table[leaf]), []).append((table, leaf))
+    yield
+    for (first, name), *others in names.values():
+        for table, leaf in others:
+            table[leaf] = first[name]
 
 
 def slot_of(module: nn.Module, name: str) -> tuple[dict, str]:

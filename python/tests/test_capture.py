@@ -344,6 +344,17 @@ def test_copies_pickles_and_saves(tmp_path):
     assert torch.equal(twin(x), torch.zeros(5, 4))
 
 
+def test_a_graph_goes_on_after_a_shallow_copy():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(5, 4)
+    m = plumb.capture(model, x)
+    shallow = copy.copy(m)
+    assert all(a is b for a, b in zip(shallow.parameters(), m.parameters()))
+    m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True)
+    assert torch.equal(shallow(x), model(x))
+    assert torch.equal(m(x), 2 * model(x))
+
+
 def test_compiles_and_exports():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))

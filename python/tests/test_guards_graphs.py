@@ -187,3 +187,38 @@ def test_a_loaded_file_refuses_autocast_unless_it_holds_casts(model, tmp_path):
         assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
     assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
     assert torch.equal(plumb.load_pt2(tmp_path / "plain.pt2")(X), model(X))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, rows):
+        return self.head(self.embed(rows))
+
+
+def test_a_graph_names_tied_weights_that_became_two():
+    rows, model = torch.arange(4), Tied()
+    graph = plumb.capture(model, rows)
+    other, tied = nn.Parameter(torch.ones(10, 8)), graph.head.weight
+    with pytest.raises(plumb.Error, match="'embed.weight' and 'head.weight' were one tensor"):
+        torch.func.functional_call(graph, {"head.weight": other}, (rows,), tie_weights=False)
+    graph.head.weight = other
+    with pytest.raises(plumb.Error, match="'embed.weight' and 'head.weight' were one tensor"):
+        graph(rows)
+    graph.head.weight = tied
+    assert torch.equal(graph(rows), model(rows))
+    both = torch.func.functional_call(graph, {"head.weight": other}, (rows,))
+    assert torch.equal(both, torch.func.functional_call(model, {"head.weight": other}, (rows,)))
+
+
+def test_tied_weights_of_a_graph_come_back_from_the_meta_device_tied():
+    rows, model = torch.arange(4), Tied()
+    graph = plumb.capture(model, rows).to("meta").to_empty(device="cpu")
+    assert graph.head.weight is graph.embed.weight
+    graph.load_state_dict(model.state_dict())
+    for module in (graph, model):
+        module(rows).sum().backward()
+    assert torch.equal(graph.embed.weight.grad, model.embed.weight.grad)
