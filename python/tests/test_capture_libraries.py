@@ -3,6 +3,8 @@ left in attributes, layers that set themselves up."""
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -290,6 +292,18 @@ def test_a_closure_gets_the_tensors_of_every_run():
         (a.sum() + b.pow(2).sum()).backward()
         (c.sum() + d.pow(2).sum()).backward()
         same_grads(ours, theirs)
+
+
+def test_the_tensors_that_a_closure_held_at_the_capture_are_freed():
+    computed = []
+
+    def wrap(f, scale):
+        computed.append(weakref.ref(scale))
+        return functools.partial(f, scale=scale)
+
+    plumb.capture(HoldsContext(wrap), torch.randn(3, 4))
+    gc.collect()
+    assert computed and all(scale() is None for scale in computed)
 
 
 class Scaled:

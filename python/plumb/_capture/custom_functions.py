@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import types
 from typing import Any, Callable, ContextManager, Iterator
 
@@ -112,19 +113,19 @@ def _with_tensors(value: Any, instead: dict[int, Tensor], depth: int = 0) -> Any
     return value
 
 
-def _computed_in(held: list, leaves: list, name: str) -> list[Tensor]:
-    """Returns the tensors that the forward has computed among what a function holds. They have to be given anew in
-    every run: raises `plumb.Error` where they are in what cannot be made anew."""
+def _computed_in(held: list, leaves: list, name: str) -> tuple[list[Tensor], list[Tensor], list]:
+    """Returns the tensors that the forward has computed among what a function holds, stand-ins for them, and `leaves` with
+    these in their places: the engine keeps the function for the life of the process. Every run gives such tensors anew:
+    raises `plumb.Error` where they are in what cannot be made anew."""
     computed = [h for h in held if isinstance(h, Tensor) and _C.is_computed(h)]
-    if computed:
-        stand_in = torch.empty(0, device="meta")
-        left = _held(_with_tensors(leaves, {id(t): stand_in for t in computed}), [], set())
-        if any(x is t for x in left for t in computed):
-            _C.refuse(
-                f"the custom autograd function {name} is given an object that holds a tensor which the forward has computed",
-                "give the tensor to apply() as an argument of its own",
-            )
-    return computed
+    stand_ins = [torch.empty(0, device="meta") for _ in computed]
+    leaves = _with_tensors(leaves, {id(t): stand_in for t, stand_in in zip(computed, stand_ins)})
+    if computed and any(x is t for x in _held(leaves, [], set()) for t in computed):
+        _C.refuse(
+            f"the custom autograd function {name} is given an object that holds a tensor which the forward has computed",
+            "give the tensor to apply() as an argument of its own",
+        )
+    return computed, stand_ins, leaves
 
 
 def _apply_goes_to(target: Callable[[Callable[..., Any], tuple, dict], Any]) -> ContextManager:
@@ -150,11 +151,13 @@ def opaque_functions() -> ContextManager:
 
     The function of a re-entrant checkpoint is captured instead: it would give its parameters' gradients to the module that was
     captured, also where a copy or a stage of the graph runs."""
-    Function = torch.autograd.Function
+    Function, thread = torch.autograd.Function, threading.get_ident()
 
     def apply(original: Callable[..., Any], given: tuple, kwargs: dict) -> Any:
         cls, *args = given
         bound = functools.partial(original, cls)
+        if threading.get_ident() != thread:
+            return bound(*args, **kwargs)
         if cls.__name__ == "CheckpointFunction" and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return args[0](*args[2:])
         if not _C.is_capturing():
@@ -178,7 +181,7 @@ def opaque_functions() -> ContextManager:
                 remedy="write it with torch operators there",
             )
         held = _held(leaves, [], set())
-        computed = _computed_in(held, leaves, cls.__qualname__)
+        computed, stand_ins, leaves = _computed_in(held, leaves, cls.__qualname__)
         held = [h for h in held if not any(h is t for t in computed)]
         slots = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         shape: list[Any] = []
@@ -190,8 +193,8 @@ def opaque_functions() -> ContextManager:
             detached.clear()  # later runs get inputs of their own
             it = iter(_in_place_of(inputs, held) if held else inputs)
             others = [next(it) if x is None else x[0] for x in slots]
-            if computed:
-                others = _with_tensors(others, {id(t): new for t, new in zip(computed, it)})
+            if stand_ins:
+                others = _with_tensors(others, {id(t): new for t, new in zip(stand_ins, it)})
             a, k = pytree.tree_unflatten(others, spec)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(inside_function())
