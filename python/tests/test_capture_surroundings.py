@@ -7,12 +7,15 @@ import enum
 import functools
 import gc
 import pickle
+import signal
 import types
 
 import numpy as np
 import pytest
 import torch
 from capture_checks import Net, check
+from plumb._capture.attribute_writes import ModuleStateGuard
+from plumb._capture.torch_patches import patched
 from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
 from torch import nn
 
@@ -336,3 +339,44 @@ def test_a_closed_recorder_has_closed_its_file(tmp_path):
         model(x).sum().backward()
         assert again.step()
     assert len(set(plumb.read_history(tmp_path / "run.history").columns["step"])) == 2
+
+
+def interrupting(function):
+    """Returns `function`, which is interrupted at its beginning."""
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        return function(*args, **kwargs)
+
+    return interrupted
+
+
+def test_an_interrupt_waits_until_a_class_is_as_before():
+    class Meta(type):
+        __delattr__ = interrupting(type.__delattr__)
+
+    class Owner(metaclass=Meta):
+        pass
+
+    with pytest.raises(KeyboardInterrupt), patched(Owner, a=1, b=2):
+        assert Owner.a == 1 and Owner.b == 2
+    assert not hasattr(Owner, "a") and not hasattr(Owner, "b")
+
+
+def test_an_interrupt_at_the_end_of_a_capture_waits_until_model_and_torch_are_as_before(monkeypatch):
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model, x = Counting(4, 4), torch.randn(2, 4)
+    restore, before = ModuleStateGuard.restore, dict(vars(torch.Tensor))
+    at_end = interrupting(restore)
+    monkeypatch.setattr(ModuleStateGuard, "restore", lambda self, warn=True: (at_end if warn else restore)(self, warn))
+    with pytest.raises(KeyboardInterrupt):
+        plumb.capture(model, x)
+    assert vars(model).get("calls", 0) == 0 and dict(vars(torch.Tensor)) == before
+    monkeypatch.undo()
+    assert torch.equal(plumb.capture(model, x)(x), model(x))

@@ -1,9 +1,14 @@
 """One module, several threads, from its first call on: the bits of one thread, and no crash."""
 
+import copy
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
+from plumb._capture import torch_patches
 from torch import nn
 
 import plumb
@@ -156,6 +161,138 @@ def test_a_graph_runs_while_another_thread_captures(inputs):
     finally:
         done.set()
         captures.join()
+
+
+def beside_a_capture(model, inside, done, body):
+    """Runs `body` after `model`, which another thread captures, has set `inside`; sets `done` then."""
+    captures = threading.Thread(target=plumb.capture, args=(model, torch.randn(2, 8)))
+    captures.start()
+    try:
+        assert inside.wait(600)
+        body()
+    finally:
+        done.set()
+        captures.join()
+
+
+def test_a_part_that_two_threads_need_first_is_made_by_one_of_them(inputs):
+    part, inside, go = plumb.transforms.unit_scale(net()), threading.Event(), threading.Event()
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x):
+            inside.set()
+            assert go.wait(600)
+            return self.part(x) * 2
+
+    found = {}
+    calls = {
+        "the whole": lambda: plumb.capture(Whole(), inputs[0])(inputs[0]),
+        "the part": lambda: part(inputs[0]) * 2,
+    }
+    threads = []
+    for name, call in calls.items():  # daemons: two that wait for each other would else keep the process
+        threads.append(threading.Thread(target=lambda name=name, call=call: found.update({name: call()}), daemon=True))
+        threads[-1].start()
+        assert inside.wait(600)
+    threads[1].join(0.5)  # it waits for the capture by now
+    go.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert torch.equal(found["the whole"], found["the part"])
+
+
+def test_a_process_that_is_forked_while_another_thread_captures_captures_too(inputs):
+    inside = threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            inside.set()
+            time.sleep(0.3)
+            return x * 2
+
+    captures = threading.Thread(target=plumb.capture, args=(Slow(), inputs[0]))
+    captures.start()
+    assert inside.wait(600)
+    child = os.fork()
+    if not child:
+        model = net()
+        os._exit(not torch.equal(plumb.capture(model, inputs[0])(inputs[0]), model(inputs[0])))
+    captures.join()
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended and status == 0
+
+
+def test_copies_beside_a_capture_that_keeps_what_a_forward_leaves_are_copies():
+    inside, done = threading.Event(), threading.Event()
+
+    class Left:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __deepcopy__(self, memo):
+            inside.set()
+            assert done.wait(600)
+            return Left(copy.deepcopy(self.tensor, memo))
+
+    class Leaving(nn.Module):
+        def forward(self, x):
+            self.left = Left(x * 2)
+            return x * 3
+
+    def body():
+        model, tensor = net(), torch.randn(3)
+        same([copy.deepcopy(tensor)], [tensor])
+        copied = copy.deepcopy(model)
+        assert type(copied) is nn.Sequential and copied[0] is not model[0]
+        same(list(copied.parameters()), list(model.parameters()))
+
+    beside_a_capture(Leaving(), inside, done, body)
+
+
+def test_a_reentrant_checkpoint_beside_a_capture_computes_again():
+    inside, done, calls = threading.Event(), threading.Event(), []
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert done.wait(600)
+            return x * 2
+
+    def block(x):
+        calls.append(x)
+        return x.exp()
+
+    def body():
+        x = torch.randn(3, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True).sum().backward()
+        assert len(calls) == 2 and torch.equal(x.grad, x.detach().exp())
+
+    beside_a_capture(Waiting(), inside, done, body)
+
+
+def test_a_library_is_told_of_a_capture_on_its_own_thread_alone():
+    code = compile("def ask(): return torch.compiler.is_compiling()", "models.py", "exec")
+    library = {"__name__": "transformers.models", "torch": torch}
+    exec(code, library)
+    answers = []
+    with torch_patches.answer_compiling(lambda: True):
+        assert library["ask"]()
+        other = threading.Thread(target=lambda: answers.append(library["ask"]()))
+        other.start()
+        other.join()
+    assert answers == [False] and not library["ask"]()
 
 
 def test_a_hook_of_all_modules_that_comes_later_is_named(inputs):

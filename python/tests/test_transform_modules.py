@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transform_models import Branches
 
 import plumb
@@ -375,3 +376,22 @@ def test_a_transform_made_in_inference_mode_trains_outside_of_it():
         made(torch.randn(3, 4))
     made(torch.randn(3, 4)).sum().backward()
     assert made[0].weight.grad is not None and abs(made[0].weight.std().item() - 1) < 1e-3
+
+
+@pytest.mark.parametrize("transform", [unit_scale, track_scales])
+def test_a_first_call_in_a_checkpoint_is_counted_without_its_capture(transform):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(3, 8)
+    gradients = []
+    for checkpointed in (False, True):
+        module = transform(model)
+        y = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+        gradients.append(torch.autograd.grad(y.square().sum(), list(module.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+    module, counts = transform(model), []
+    for _ in range(2):
+        seen = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            module(x)
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0

@@ -10,10 +10,11 @@ import pickle
 import random
 import reprlib
 import sys
+import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from operator import is_
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -408,18 +409,27 @@ class _Same:
 def _template(value: Any, outputs: list[Tensor]) -> Any:
     """A copy of `value` with slots in place of the tensors that the forward has computed, which are added to `outputs`."""
 
-    def take(tensor: Tensor, _memo: dict) -> Any:
-        if not _C.is_computed(tensor):
-            return _Same(tensor)
-        outputs.append(tensor)
-        return _Slot(len(outputs) - 1)
+    thread = threading.get_ident()  # other threads make copies as usual
 
-    def share(module: nn.Module, _memo: dict) -> Any:
+    def taking(original: Callable[[Any, dict], Any]) -> Callable[[Any, dict], Any]:
+        def take(tensor: Any, memo: dict) -> Any:
+            if threading.get_ident() != thread:
+                return original(tensor, memo)
+            if not _C.is_computed(tensor):
+                return _Same(tensor)
+            outputs.append(tensor)
+            return _Slot(len(outputs) - 1)
+
+        return take
+
+    def share(module: nn.Module, memo: dict) -> Any:
+        if threading.get_ident() != thread:
+            return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # as copy.deepcopy does without the patch
         return _Same(module)
 
     with (
-        patched(Tensor, __deepcopy__=take),
-        patched(nn.Parameter, __deepcopy__=take),
+        patched(Tensor, __deepcopy__=taking(Tensor.__deepcopy__)),
+        patched(nn.Parameter, __deepcopy__=taking(nn.Parameter.__deepcopy__)),
         patched(nn.Module, __deepcopy__=share),
     ):
         return copy.deepcopy(value)

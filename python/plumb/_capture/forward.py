@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import threading
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -52,7 +53,10 @@ from .tensor_reads import is_check, watched_grad_mode, watched_tensors
 from .torch_patches import INSIDE
 
 _LEAF = {"type": None, "context": None, "children_spec": []}
-_capture_lock = threading.RLock()
+# Held by the capture that runs. It is taken before the locks of modules and pipes: a forward may call one of those.
+capture_lock = threading.RLock()
+# A process is forked between captures: its child has the changes that one makes to torch, and no thread that would undo them.
+os.register_at_fork(before=capture_lock.acquire, after_in_parent=capture_lock.release, after_in_child=capture_lock.release)
 
 
 def _spec_json(spec: Any, num_leaves: int) -> str:
@@ -176,26 +180,33 @@ class _Forward:
     @contextlib.contextmanager
     def traced(self, replace: dict) -> Iterator[None]:
         """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
-        with _capture_lock, contextlib.ExitStack() as stack:
+        with capture_lock, contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
-            if self.guarded and self.observer is None:  # the first capture's reads are those of the graph
-                self.observer = stack.enter_context(observed())
-                self.observer.begin(self.module, self.run, self.plain_inputs)
-            stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
-            stack.enter_context(torch_patches.module_stack(self.module))
-            stack.enter_context(torch_patches.refused_seeds())
-            stack.enter_context(opaque_functions())
-            stack.enter_context(torch_patches.higher_order_operators())
-            if replace:
-                stack.enter_context(replaced(replace))
-            stack.enter_context(torch_patches.forced_eager())
-            stack.enter_context(torch_patches.unoptimised_scripts(self.module))
-            stack.enter_context(watched_tensors(self.one_graph))
-            self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
             try:
+                with torch_patches.interrupts_wait():
+                    self._change_torch(stack, replace)
                 yield
             finally:
-                self.changed = self.state_guard.restore()
+                with torch_patches.interrupts_wait():
+                    self.changed = self.state_guard.restore()
+                    stack.close()
+
+    def _change_torch(self, stack: contextlib.ExitStack, replace: dict) -> None:
+        if self.guarded and self.observer is None:  # the first capture's reads are those of the graph
+            self.observer = stack.enter_context(observed())
+            self.observer.begin(self.module, self.run, self.plain_inputs)
+        stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
+        stack.enter_context(torch_patches.module_stack(self.module))
+        stack.enter_context(torch_patches.refused_seeds())
+        stack.enter_context(opaque_functions())
+        stack.enter_context(torch_patches.higher_order_operators())
+        stack.enter_context(torch_patches.unseen_saved_tensors())
+        if replace:
+            stack.enter_context(replaced(replace))
+        stack.enter_context(torch_patches.forced_eager())
+        stack.enter_context(torch_patches.unoptimised_scripts(self.module))
+        stack.enter_context(watched_tensors(self.one_graph))
+        self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
 
 
 class Captured(NamedTuple):
@@ -286,7 +297,7 @@ def capture_engine(
     asks_grad_mode = bool(request.asks_grad_mode)
 
     def guards(parts: bool = False) -> Guards:
-        with _capture_lock:  # another capture has its own functions in torch's places
+        with capture_lock:  # another capture has its own functions in torch's places
             return guards_of(request.observer, module, written, forward, parts, request.plain_inputs, made_once)
 
     return Captured(

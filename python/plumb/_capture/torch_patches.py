@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from typing import Any, Callable, ContextManager, Iterator
 
 import torch
@@ -20,16 +22,35 @@ INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
 
 
 @contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Context manager at whose end an interrupt (Ctrl-C) of the main thread is handled: changes to torch are made and undone whole."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple] = []
+    signal.signal(signal.SIGINT, lambda *args: arrived.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            handler(*arrived[0])
+
+
+@contextlib.contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
     """Context manager in which a class or module has these attributes."""
     before = {name: owner.__dict__.get(name) for name in attributes}  # None: inherited
     try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
+        with interrupts_wait():
+            for name, value in attributes.items():
+                setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            delattr(owner, name) if value is None else setattr(owner, name, value)
+        with interrupts_wait():
+            for name, value in before.items():
+                delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -123,6 +144,17 @@ def higher_order_operators() -> ContextManager:
     return patched(HigherOrderOperator, __call__=call)
 
 
+def unseen_saved_tensors() -> ContextManager:
+    """Context manager in which the caller's hooks do not see the tensors that autograd saves: a checkpoint around a first call counts
+    them, and computes again without a capture."""
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        return saved
+
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch.autograd.graph.saved_tensors_hooks(keep, keep) if hooked else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
     """Scripted code runs operator by operator, not as functions with a backward of their own."""
@@ -183,11 +215,13 @@ def has_libraries(module: nn.Module) -> bool:
 
 
 def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
-    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, while `tell` returns true. It stays the same function:
-    torch.compile knows it by that, and may be loaded meanwhile."""
+    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, on this thread, while `tell` returns true. It stays the
+    same function: torch.compile knows it by that, and may be loaded meanwhile."""
+    thread = threading.get_ident()
 
     def answer(original: Callable[[], bool], *_: Any) -> bool:
         caller = sys._getframe(3).f_globals.get("__name__", "")  # behind is_compiling and calls_go_to
-        return (tell() and caller.partition(".")[0] in _LIBRARIES) or original()
+        told = threading.get_ident() == thread and tell()
+        return (told and caller.partition(".")[0] in _LIBRARIES) or original()
 
     return calls_go_to(torch.compiler.is_compiling, answer)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._capture.forward import capture_lock
 from .._capture.guards import GraphStore, Guards, enabled_autocast
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT
@@ -180,10 +181,13 @@ class Variants:
         facts, base = self._facts(training, dtypes), self.base
         with self._lock:
             variant = self._known.find(facts)
-            if variant is None:
-                variant = base if base.facts == facts and base.guards.hold() else self._make(facts)
-                self._known.add(facts, variant)
-            return variant
+        if variant is None:
+            with capture_lock, self._lock:
+                variant = self._known.find(facts)
+                if variant is None:  # no other thread has made it meanwhile
+                    variant = base if base.facts == facts and base.guards.hold() else self._make(facts)
+                    self._known.add(facts, variant)
+        return variant
 
     def _make(self, facts: Facts) -> Variant:
         dtypes = dict(facts.dtypes)

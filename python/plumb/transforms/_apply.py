@@ -21,7 +21,7 @@ from .. import _C
 from .._capture.attribute_reads import include
 from .._capture.attribute_writes import LeftTensors, random_states, refuse_modules, set_random_states
 from .._capture.call_sites import Call, hint
-from .._capture.forward import capture_engine, signature
+from .._capture.forward import capture_engine, capture_lock, signature
 from .._capture.guards import GraphStore, Guards, Tree, enabled_autocast
 from .._capture.replacements import Replacements
 from .._capture.tensor_reads import as_given
@@ -219,23 +219,29 @@ class TransformedForward:
         """Returns the graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
         leaves, spec = self._leaves(args, kwargs)
         with self._lock:
-            key = self._key(leaves, spec)
-            captured = self._cache.find(key)
-            if captured is None:
-                captured = self._capture(args, kwargs)
-                if captured.asks_grad_mode and not self._asks_grad_mode:
-                    self._asks_grad_mode = True  # from now on every mode has its graphs
-                    self._cache.clear()
-                    key = self._key(leaves, spec)
-                gone = self._cache.add(key, captured)
-                if gone is not None and not self._told_variants:
-                    what = gone.guards.broken
-                    logger.warning("the forward reads '%s', which keeps changing: each of its values takes a capture", what)
-                    self._told_variants = True
-            self.last = captured
-            if _C.is_capturing():
-                include(captured.guards)
-            return captured, leaves
+            captured = self._cache.find(self._key(leaves, spec))
+        if captured is None:
+            with capture_lock, self._lock:
+                key = self._key(leaves, spec)
+                captured = self._cache.find(key)
+                if captured is None:  # no other thread has made it meanwhile
+                    captured = self._capture(args, kwargs)
+                    if captured.asks_grad_mode and not self._asks_grad_mode:
+                        self._asks_grad_mode = True  # from now on every mode has its graphs
+                        self._cache.clear()
+                        key = self._key(leaves, spec)
+                    self._keep(key, captured)
+        self.last = captured
+        if _C.is_capturing():
+            include(captured.guards)
+        return captured, leaves
+
+    def _keep(self, key: Any, captured: CapturedGraph) -> None:
+        gone = self._cache.add(key, captured)
+        if gone is not None and not self._told_variants:
+            what = gone.guards.broken
+            logger.warning("the forward reads '%s', which keeps changing: each of its values takes a capture", what)
+            self._told_variants = True
 
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
         """Returns the graph for inputs like these, if there is one."""
@@ -260,14 +266,20 @@ class TransformedForward:
         if not captured.guarded:
             return captured.run(leaves)
         with self._lock:  # a run that is given up puts random state and buffers back
-            return self._run_guarded(captured, leaves, args, kwargs)
+            found = self._run_guarded(captured, leaves, args, kwargs, may_capture=False)
+        if found is None:
+            with capture_lock, self._lock:
+                found = self._run_guarded(captured, leaves, args, kwargs, may_capture=True)
+        return found[0]
 
-    def _run_guarded(self, first: CapturedGraph, leaves: list, args: tuple, kwargs: dict) -> Any:
-        """Runs the graph whose guards these values pass. Makes one if there is none."""
+    def _run_guarded(
+        self, first: CapturedGraph, leaves: list, args: tuple, kwargs: dict, may_capture: bool
+    ) -> tuple[Any] | None:
+        """Runs the graph whose guards these values pass. If there is none, makes one if it may, and else returns None."""
         if _C.is_capturing():  # a failed attempt would leave its checks in the graph that is being made
             captured = self._capture(args, kwargs)
             include(captured.guards)
-            return captured.run(leaves)
+            return (captured.run(leaves),)
         known = first.known = first.known or [first]
         random = random_states()
         before = [(b, b.clone()) for b in self.module.buffers()]
@@ -304,7 +316,9 @@ class TransformedForward:
             out, error = attempt(captured)
             if error is None:
                 known.insert(0, known.pop(place))
-                return out
+                return (out,)
+        if not may_capture:
+            return None
         if first.made >= MAX_CAPTURES:
             raise Error(
                 f"{first.made} graphs have been made for one input signature, because the forward keeps branching on new "
@@ -320,7 +334,7 @@ class TransformedForward:
             out, error = attempt(fresh)
             if error is None:
                 known[:] = [fresh, *known[: MAX_PATHS - 1]]
-                return out
+                return (out,)
         raise error
 
     def _unmeasured(self) -> ContextManager | None:
