@@ -19,6 +19,7 @@
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/tensors/node_seeds.h"
 
@@ -154,6 +155,7 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
 at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
                                     std::optional<int64_t> seed, int64_t dim) {
   check_formats(x, fwd, bwd);
+  refuse_tangent("plumb::simulate_format", x);
   if (at::GradMode::is_enabled() && x.requires_grad())
     return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;

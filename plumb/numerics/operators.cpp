@@ -16,6 +16,7 @@
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/operators/operator_facts.h"
 
 namespace plumb {
@@ -138,6 +139,7 @@ struct StraightThrough : torch::autograd::Function<StraightThrough> {
 
 at::Tensor quantise_autograd(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
                              std::optional<int64_t> seed, int64_t dim) {
+  refuse_tangent("plumb::quantise", x);
   if (at::GradMode::is_enabled() && x.requires_grad())
     return StraightThrough::apply(x, std::string(format), std::string(rounding), srbits, seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;

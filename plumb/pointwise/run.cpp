@@ -14,6 +14,7 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/pointwise/parts.h"
 
@@ -171,7 +172,10 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
 
 Tensor pointwise_autograd(at::TensorList inputs, std::string_view text) {
   bool wanted = false;
-  for (const Tensor& x : inputs) wanted |= x.defined() && x.requires_grad();
+  for (const Tensor& x : inputs) {
+    refuse_tangent("plumb::pointwise", x);
+    wanted |= x.defined() && x.requires_grad();
+  }
   if (wanted && at::GradMode::is_enabled()) {
     const auto& program = cached_program(text);
     check_inputs(program, inputs);

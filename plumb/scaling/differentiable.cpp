@@ -13,6 +13,7 @@
 #include "plumb/autograd/backward_checkpoints.h"
 #include "plumb/autograd/node_handle.h"
 #include "plumb/core/error.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/scaling/kernels.h"
 
 namespace plumb {
@@ -150,12 +151,7 @@ class DifferentiableKernel : public c10::OperatorKernel {
     auto argument = [&](size_t i) -> const c10::IValue& { return (*stack)[first + i]; };
     bool requires_grad = false;
     for (size_t i = 0; i < count; ++i) {
-      const auto* tensor = tensor_of(argument(i));
-      if (!tensor) continue;
-      if (tensor->_fw_grad(0).defined()) {
-        throw Error(ErrorKind::Unsupported, op.operator_name().name + " has no forward-mode derivative.", "",
-                    "reverse mode: backward() or torch.autograd.grad");
-      }
+      if (const auto* tensor = tensor_of(argument(i))) refuse_tangent(op.operator_name().name, *tensor);
     }
     if (is_identity_ && is_identity_(torch::jit::last(*stack, count)) && ordinary(argument(0).toTensor())) {
       const at::Tensor& first_argument = argument(0).toTensor();

@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/call_operator.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
@@ -36,6 +37,7 @@ struct Rescale : torch::autograd::Function<Rescale> {
 };
 
 Tensor rescale_autograd(const Tensor& input, double forward, double backward) {
+  refuse_tangent("plumb::rescale", input);
   return Rescale::apply(input, forward, backward);
 }
 

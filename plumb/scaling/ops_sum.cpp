@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "plumb/numerics/call_operator.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
@@ -79,6 +80,7 @@ struct ResidualAdd : Function<ResidualAdd> {
 };
 
 Tensor residual_add_autograd(const Tensor& residual, const Tensor& skip, double tau) {
+  refuse_tangent("plumb::residual_add", residual), refuse_tangent("plumb::residual_add", skip);
   return ResidualAdd::apply(residual, skip, tau);
 }
 
@@ -116,6 +118,7 @@ struct ResidualSplit : Function<ResidualSplit> {
 };
 
 std::tuple<Tensor, Tensor> residual_split_autograd(const Tensor& input, double tau) {
+  refuse_tangent("plumb::residual_split", input);
   if (!input.requires_grad() || !at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return call_operator<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
@@ -142,8 +145,14 @@ struct Scale : Function<Scale<kForward>> {
   }
 };
 
-Tensor scale_fwd_autograd(const Tensor& input, double scale) { return Scale<true>::apply(input, scale); }
-Tensor scale_bwd_autograd(const Tensor& input, double scale) { return Scale<false>::apply(input, scale); }
+Tensor scale_fwd_autograd(const Tensor& input, double scale) {
+  refuse_tangent("plumb::scale_fwd", input);
+  return Scale<true>::apply(input, scale);
+}
+Tensor scale_bwd_autograd(const Tensor& input, double scale) {
+  refuse_tangent("plumb::scale_bwd", input);
+  return Scale<false>::apply(input, scale);
+}
 
 }  // namespace
 
