@@ -73,6 +73,10 @@ def test_nested_tensors_are_refused():
 
     assert "nested tensor" in refusal(rows)
     nested = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)])
+    for layout in (torch.strided, torch.jagged):
+        rows = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layout=layout)
+        with pytest.raises(plumb.Error, match="an input works on a nested tensor"):
+            track_scales(nn.Linear(4, 4))(rows)
     assert "nested tensor" in refusal(lambda x: torch.nested.to_padded_tensor(x, 0.0), nested)
 
 

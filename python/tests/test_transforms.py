@@ -214,6 +214,29 @@ def test_a_report_says_in_a_line_what_was_done_and_is_a_table_in_a_notebook():
     assert "&lt;script&gt;" in said._repr_html_() and "<script>" not in said._repr_html_()
 
 
+ROUNDED = {  # what has no forward-mode derivative and could return its values without one
+    "quantise": lambda x: torch.ops.plumb.quantise(x, "e4m3fn"),
+    "simulate_format": lambda x: torch.ops.plumb.simulate_format(x, "e4m3fn", "e5m2"),
+    "pointwise": lambda x: torch.ops.plumb.pointwise([x, x], "add #0 #1; neg $0"),
+    "residual_split": lambda x: plumb.functional.residual_split(x)[0],
+    "residual_add": lambda x: plumb.functional.residual_add(x, x),
+    "rescale": plumb.functional.relu,
+    "scale_fwd": lambda x: plumb.scale.scale_fwd(x, 2.0),
+    "scale_bwd": lambda x: plumb.scale.scale_bwd(x, 2.0),
+    "a rounded model": simulate_format(nn.Linear(8, 8), "e4m3fn", "e5m2"),
+    "a tracked one": track_scales(simulate_format(nn.Linear(8, 8), "e4m3fn", "e5m2")),
+}
+
+
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_tangent_of_forward_mode_is_refused_where_it_would_be_lost(name, needed):
+    with torch.autograd.forward_ad.dual_level():
+        given = torch.autograd.forward_ad.make_dual(torch.randn(4, 8).requires_grad_(needed), torch.randn(4, 8))
+        with pytest.raises(plumb.Error, match="has no forward-mode derivative"):
+            ROUNDED[name](given)
+
+
 def test_tracking_keeps_tangents_of_forward_mode():
     net, x, t = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
     tangents = []
@@ -224,3 +247,21 @@ def test_tracking_keeps_tangents_of_forward_mode():
                 tangents.append(torch.autograd.forward_ad.unpack_dual(model(given)).tangent)
     for tangent in tangents[1:]:
         assert torch.equal(tangent, tangents[0])
+
+
+def test_sparse_inputs_of_every_layout_are_tracked():
+    class Spread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, graph, x):
+            return graph @ self.layer(x)
+
+    dense, x, model = torch.eye(3), torch.randn(3, 4), Spread()
+    for graph in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+        tracked = track_scales(model)
+        y = tracked(graph, x)
+        assert torch.equal(y, model(graph, x))
+        y.sum().backward()
+        assert "layer" in str([n for n in tracked.scales_graph().nodes if "metrics" in n.meta])

@@ -266,10 +266,12 @@ at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool back
       tracker->record(slot, backward ? ScaleTracker::Direction::Backward : ScaleTracker::Direction::Forward, x,
                       tracker->next_rows(slot));
   }
-  return at::empty({0}, x.options());
+  return at::empty({0}, x.options().layout(at::kStrided));
 }
 
-at::Tensor track_traced_meta(const at::Tensor& x, int64_t, int64_t, bool) { return at::empty({0}, x.options()); }
+at::Tensor track_traced_meta(const at::Tensor& x, int64_t, int64_t, bool) {
+  return at::empty({0}, x.options().layout(at::kStrided));
+}
 
 void call_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
   at::AutoDispatchBelowADInplaceOrView below;

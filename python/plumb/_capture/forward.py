@@ -342,8 +342,11 @@ def signature(leaves: list) -> tuple:
             (x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride()) if isinstance(x, Tensor) else hashed(x)
             for x in leaves
         ])
-    except RuntimeError:  # sparse and nested tensors have no strides
-        return tuple((x.dtype, x.shape, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else hashed(x) for x in leaves)
+    except RuntimeError:  # sparse and nested tensors have no strides, nested ones no sizes
+        return tuple(
+            (x.dtype, None if x.is_nested else x.shape, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else hashed(x)
+            for x in leaves
+        )
 
 
 def capture(
