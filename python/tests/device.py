@@ -82,6 +82,7 @@ _NOT_THERE = {
     "torch's own group_norm refuses channels last there": ("group_norm-channels last",),
     "torch's DistributedDataParallel needs a backend of the device's": ("means_over_replicas", "lost_during_the_mean"),
     "the command knows torch's own devices": ("a_file_bears_the_mark_of_its_module",),
+    "it has no kernels of sparse tensors": ("sparse_inputs_of_every_layout",),
     "it places stages on the CPU on purpose": ("stages_move_with_their_device_arguments",),
 }  # fmt: skip
 
