@@ -228,6 +228,12 @@ std::shared_ptr<GraphModule> GraphModule::deep_copy() const {
   return copy;
 }
 
+std::shared_ptr<torch::nn::Module> GraphModule::clone(const std::optional<at::Device>& device) const {
+  auto copy = deep_copy();
+  if (device) copy->to(*device);
+  return copy;
+}
+
 void GraphModule::lint() const {
   plumb::lint(graph_);
   for (const Node* node : graph_.attributes()) {

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,8 @@ class GraphModule : public torch::nn::Module {
   void sync_module();
   // Returns a deep copy of graph and state (aliases kept).
   std::shared_ptr<GraphModule> deep_copy() const;
+  // Returns deep_copy(), with the tensors on that device if there is one.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
   // lint(graph) and: every get_attr has an entry of the state, placeholders and output fit the specs.
   void lint() const;
 

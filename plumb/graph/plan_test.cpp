@@ -167,6 +167,10 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   EXPECT_EQ(parameter_data(copy->named_parameters()["head.weight"]), (ParameterData{MupType::Output}));
   EXPECT_FALSE(copy->named_parameters()["embed.weight"].is_same(tied));
   EXPECT_TRUE(copy->named_parameters()["embed.weight"].is_same(copy->named_parameters()["head.weight"]));
+  auto clone = std::dynamic_pointer_cast<GraphModule>(m.clone());
+  ASSERT_TRUE(clone);
+  EXPECT_EQ(to_string(clone->graph()), to_string(m.graph()));
+  EXPECT_FALSE(clone->named_parameters()["embed.weight"].is_same(tied));
   EXPECT_NO_THROW(m.lint());
   EXPECT_THROW(m.set_state({{"scale", at::zeros({})}, {"scael", at::ones({})}}), Error);
   EXPECT_EQ(m.parameters().size(), 4u);

@@ -46,6 +46,12 @@ std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
   return copy;
 }
 
+std::shared_ptr<torch::nn::Module> TransformedModule::clone(const std::optional<at::Device>& device) const {
+  auto copy = deep_copy();
+  if (device) copy->to(*device);
+  return copy;
+}
+
 std::shared_ptr<TransformedModule> transformed(std::shared_ptr<TransformedModule> module, const std::string& pass,
                                                const std::function<bool(TransformedModule&, Report&)>& run) {
   Report report(pass);

@@ -32,6 +32,7 @@ class TransformedModule : public GraphModule {
 
   // Returns a deep copy that measures into a tracker of its own.
   std::shared_ptr<TransformedModule> deep_copy() const;
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
 };
 
 // Returns the module. Throws Error(InvalidArgument) for a null pointer.

@@ -187,7 +187,7 @@ TEST(TrackScales, HandsTensorsOnWhenTheTrackerIsGone) {
 
 TEST(TrackScales, MeasuresCopiesApart) {
   auto tracked = track_scales(small());
-  auto copy = tracked->deep_copy();
+  auto copy = std::dynamic_pointer_cast<TransformedModule>(tracked->clone());
   copy->run({randn_there({16, 8}), there(at::arange(16))});
   EXPECT_FALSE(scales_graph(*tracked).find("y")->metrics);
   EXPECT_TRUE(scales_graph(*copy).find("y")->metrics);
