@@ -7,6 +7,8 @@
 #include "plumb/capture/session.h"
 #include "plumb/capture/verify.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/own_buffers.h"
+#include "plumb/graph/summary.h"
 
 namespace plumb {
 namespace {
@@ -172,15 +174,23 @@ void add_state(const torch::nn::Module& module, const std::string& prefix, State
 }  // namespace
 
 std::function<std::vector<std::pair<std::string, at::Tensor>>()> capture_detail::look_again(torch::nn::Module& module) {
+  struct Part {
+    torch::nn::Module* module;
+    bool training;
+    torch::OrderedDict<std::string, at::Tensor> buffers;
+  };
   // A module stands before its children, whose modes its train() sets, too.
-  std::vector<std::pair<torch::nn::Module*, bool>> modes;
-  module.apply([&](torch::nn::Module& part) { modes.emplace_back(&part, part.is_training()); });
-  return [&module, modes] {
-    for (const auto& [part, training] : modes) {
-      if (part->is_training() != training) part->train(training);
-    }
+  std::vector<Part> parts;
+  module.apply([&](torch::nn::Module& part) { parts.push_back({&part, part.is_training(), buffers_of(part)}); });
+  return [&module, parts] {
     std::vector<std::pair<std::string, at::Tensor>> now;
     for (const auto& b : module.named_buffers()) now.emplace_back(b.key(), b.value());
+    for (const Part& part : parts) {
+      if (part.module->is_training() != part.training) part.module->train(part.training);
+      for (const auto& buffer : part.buffers) {
+        if (at::Tensor* held = buffers_of(*part.module).find(buffer.key())) *held = buffer.value();
+      }
+    }
     return now;
   };
 }

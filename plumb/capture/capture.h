@@ -108,7 +108,7 @@ std::string opaque_name(int64_t id);
 namespace capture_detail {
 
 // Returns CaptureRequest::buffers_after of a C++ module: a module may put a new tensor where a buffer was. The function
-// also puts back the training modes that the modules have now.
+// puts back the buffers, and the training modes, that the modules have now.
 std::function<std::vector<std::pair<std::string, at::Tensor>>()> look_again(torch::nn::Module& module);
 // Returns the module. Throws Error(InvalidArgument) for an empty holder or a null pointer.
 torch::nn::Module& not_null(torch::nn::Module* module);

@@ -66,6 +66,39 @@ TEST(Session, TakesABufferThatIsWrittenAndPutsItBack) {
   EXPECT_EQ(module.named_buffers()["count"].item<float>(), 2);
 }
 
+TEST(Session, PutsBackABufferThatTheForwardReplaces) {
+  WithBuffer module([](WithBuffer& m, at::Tensor x) {
+    *m.state = *m.state * 3;
+    return x * *m.state;
+  });
+  const at::Tensor state = *module.state;
+  for (const bool verify : {false, true}) {
+    CaptureOptions options;
+    options.verify = verify;
+    const auto graph = capture(options, module, torch::ones({2}));
+    EXPECT_TRUE(module.state->is_same(state));
+    EXPECT_TRUE(graph->state().get("state").tensor.is_same(state));
+    state.fill_(1);
+    EXPECT_TRUE(at::equal(graph->run({torch::ones({2})})[0].toTensor(), torch::full({2}, 3.0)));
+    EXPECT_TRUE(at::equal(*module.state, torch::full({2}, 3.0)));
+    state.fill_(1);
+  }
+}
+
+TEST(Session, AVerificationWhoseBackwardFailsPutsTheModelBack) {
+  WithBuffer module([](WithBuffer& m, at::Tensor x) {
+    at::Tensor count = m.named_buffers(false)["count"];
+    const at::Tensor y = x * count;
+    count.add_(1);  // the backward of the product would find another value
+    return y;
+  });
+  CaptureOptions options;
+  options.verify = true;
+  EXPECT_THAT(message_of([&] { capture(options, module, torch::ones({2})); }),
+              HasSubstr("verify: the backward fails: one of the variables"));
+  EXPECT_EQ(module.named_buffers()["count"].item<float>(), 1);
+}
+
 TEST(Session, IsOfOneThreadAndNoneAfterwards) {
   EXPECT_FALSE(is_capturing());
   bool inside = false;

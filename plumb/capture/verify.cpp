@@ -1,6 +1,7 @@
 #include "plumb/capture/verify.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <map>
@@ -73,6 +74,14 @@ std::vector<Result> run_with_gradients(
     if (attr.tensor.defined()) saved[attr.name] = attr.tensor.detach().clone();
     if (attr.kind == AttrKind::Parameter && attr.tensor.defined()) watch(attr.tensor, "'" + attr.name + "'");
   }
+  const auto put_back = c10::make_scope_exit([&] {
+    const at::NoGradGuard no_grad;
+    for (const Attr& attr : request.state) {
+      // A forward that resizes a tensor has failed already.
+      if (attr.tensor.defined() && attr.tensor.sizes() == saved.at(attr.name).sizes())
+        attr.tensor.detach().copy_(saved.at(attr.name));
+    }
+  });
   Buffers elsewhere;
   auto outputs = call(fed, elsewhere);
   std::vector<Result> results;
@@ -86,19 +95,22 @@ std::vector<Result> run_with_gradients(
     }
   }
   if (!roots.empty() && !leaves.empty()) {
-    const auto grads = torch::autograd::grad(roots, leaves, seeds, std::nullopt, false, /*allow_unused=*/true);
-    for (size_t i = 0; i < grads.size(); ++i) results.push_back({names[i], grads[i]});
+    try {
+      const auto grads = torch::autograd::grad(roots, leaves, seeds, std::nullopt, false, /*allow_unused=*/true);
+      for (size_t i = 0; i < grads.size(); ++i) results.push_back({names[i], grads[i]});
+    } catch (const c10::Error& error) {
+      throw Error(ErrorKind::Capture, std::string("verify: the backward fails: ") + error.what_without_backtrace(), "",
+                  "mend the forward, or capture without verifying one that is never trained");
+    }
   }
   at::NoGradGuard no_grad;
   for (const Attr& attr : request.state) {
-    auto it = saved.find(attr.name);
-    if (it == saved.end()) continue;
+    if (!attr.tensor.defined()) continue;
     at::Tensor now = attr.tensor;
     for (const auto& [name, tensor] : elsewhere) {
       if (name == attr.name) now = tensor;
     }
     results.push_back({"'" + attr.name + "' after the run", now.detach().clone()});
-    attr.tensor.detach().copy_(it->second);
   }
   return results;
 }

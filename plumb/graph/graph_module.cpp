@@ -5,26 +5,28 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/graph/own_buffers.h"
 #include "plumb/graph/summary.h"
 #include "plumb/tensors/deferred_checks.h"
 
 namespace plumb {
 namespace {
 
+// An explicit instantiation may name a private member.
+torch::OrderedDict<std::string, at::Tensor>& private_buffers(torch::nn::Module& module);
+template <auto kBuffers>
+struct OwnBuffers {
+  friend torch::OrderedDict<std::string, at::Tensor>& private_buffers(torch::nn::Module& module) {
+    return module.*kBuffers;
+  }
+};
+template struct OwnBuffers<&torch::nn::Module::buffers_>;
+
 // A module with nothing of its own: the "layers" and "3" of "layers.3.weight".
 class Scope : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
 };
-
-// Returns the module's own buffers. torch lets a module add one and take none out again, but an explicit instantiation
-// may name a private member.
-torch::OrderedDict<std::string, at::Tensor>& buffers_of(torch::nn::Module& module);
-template <auto kBuffers>
-struct OwnBuffers {
-  friend torch::OrderedDict<std::string, at::Tensor>& buffers_of(torch::nn::Module& module) { return module.*kBuffers; }
-};
-template struct OwnBuffers<&torch::nn::Module::buffers_>;
 
 bool fits(const TensorMeta& want, const at::Tensor& got) {
   if (got.scalar_type() != want.dtype || got.device().type() != want.device.type()) return false;
@@ -54,6 +56,8 @@ void check_values(const Graph& graph, const State& state) {
 }
 
 }  // namespace
+
+torch::OrderedDict<std::string, at::Tensor>& buffers_of(torch::nn::Module& module) { return private_buffers(module); }
 
 GraphModule::GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec out_spec)
     : torch::nn::Module("GraphModule"),
