@@ -190,15 +190,28 @@ class Builder {
   }
 
   void inputs() {
+    std::vector<std::pair<Value*, c10::IValue>> fixed;  // inputs that are no tensors, with the only value of each
     for (size_t i = 0; i < recorder_.input_values.size(); ++i) {
       const int v = recorder_.input_values[i];
       std::string name = i < options_.input_names.size() ? options_.input_names[i] : "x" + std::to_string(i);
       if (v >= 0) {
         bind(v, graph_.placeholder(std::move(name), recorder_.values[v].meta)->result());
       } else {
-        graph_.placeholder(std::move(name), std::nullopt, ValueType::Other);
+        const c10::IValue& only = recorder_.request.inputs[i];
+        fixed.emplace_back(graph_.placeholder(std::move(name), std::nullopt, type_of(only))->result(), only);
       }
     }
+    for (const auto& [input, only] : fixed) {
+      if (!only.isScalar() && !only.isString()) continue;
+      graph_.call(only.isString() ? "plumb::check_input.str" : "plumb::check_input",
+                  {input, only, Arg(input->producer()->target())});
+    }
+  }
+
+  static ValueType type_of(const c10::IValue& value) {
+    if (value.isInt()) return ValueType::Int;
+    if (value.isDouble()) return ValueType::Float;
+    return value.isBool() ? ValueType::Bool : ValueType::Other;
   }
 
   void attributes() {

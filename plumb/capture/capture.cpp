@@ -201,6 +201,38 @@ torch::nn::Module& capture_detail::not_null(torch::nn::Module* module) {
               "make the module first");
 }
 
+namespace {
+
+// Keeps the types of lists and dicts, also of empty ones.
+c10::IValue with_leaves_of(const c10::IValue& nested, const c10::IValue*& next) {
+  if (nested.isTuple()) {
+    std::vector<c10::IValue> elements;
+    for (const auto& e : nested.toTupleRef().elements()) elements.push_back(with_leaves_of(e, next));
+    return c10::ivalue::Tuple::create(std::move(elements));
+  }
+  if (nested.isList()) {
+    auto list = nested.toList().copy();
+    for (size_t i = 0; i < list.size(); ++i) list.set(i, with_leaves_of(list.get(i), next));
+    return list;
+  }
+  if (nested.isGenericDict()) {
+    auto dict = nested.toGenericDict().copy();
+    for (const auto& entry : dict) entry.setValue(with_leaves_of(entry.value(), next));
+    return dict;
+  }
+  return *next++;
+}
+
+}  // namespace
+
+std::vector<c10::IValue> capture_detail::with_leaves(const std::vector<c10::IValue>& arguments,
+                                                     const std::vector<c10::IValue>& flat) {
+  std::vector<c10::IValue> filled;
+  const c10::IValue* next = flat.data();
+  for (const c10::IValue& argument : arguments) filled.push_back(with_leaves_of(argument, next));
+  return filled;
+}
+
 State state_of(const torch::nn::Module& module) {
   State state;
   add_state(module, "", state);

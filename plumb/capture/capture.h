@@ -36,9 +36,10 @@ struct CaptureOptions {
 
 // The general form, for any callable and any front end.
 struct CaptureRequest {
-  State state;                      // parameters and buffers by name
-  std::vector<c10::IValue> inputs;  // flat; tensors become inputs of the graph, other values are part of its signature
-  TreeSpec in_spec;                 // structure of (args, kwargs)
+  State state;  // parameters and buffers by name
+  // Flat. Tensors become inputs of the graph. Numbers and texts are checked in every run: the graph is made for them.
+  std::vector<c10::IValue> inputs;
+  TreeSpec in_spec;  // structure of (args, kwargs)
   // Runs the model on these flat inputs; returns flat outputs and sets out_spec.
   std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>& inputs, TreeSpec& out_spec)> call;
   // Returns the line of the caller's code that runs now; may be empty.
@@ -137,6 +138,9 @@ struct ModelClass<M> {
   using type = typename M::ContainedType;
 };
 
+// Returns the arguments with these flat values in place of their own (flatten() in tree_spec.h).
+std::vector<c10::IValue> with_leaves(const std::vector<c10::IValue>& arguments, const std::vector<c10::IValue>& flat);
+
 template <typename T>
 using AsTensor = at::Tensor;
 
@@ -208,22 +212,27 @@ constexpr bool can_capture() {
 // Returns parameters and buffers of a C++ module under their full names; a tied tensor under each of its names.
 State state_of(const torch::nn::Module& module);
 
-// Any callable over a module's parameters: capture_call(module, [&](at::Tensor x) { return ...; }, x).
+// Any callable over a module's parameters: capture_call(module, [&](at::Tensor x) { return ...; }, {}, x). Inputs are
+// what an IValue takes: tensors, lists, tuples and dicts of them, numbers and texts. The graph is made for these
+// numbers and texts, and refuses others.
 template <typename F, typename... Inputs>
 std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& function, const CaptureOptions& options,
                                           const Inputs&... inputs) {
   CaptureRequest request;
   request.state = state_of(module);
-  request.inputs = {c10::IValue(inputs)...};
-  request.in_spec = TreeSpec::positional_inputs(sizeof...(Inputs));
+  const std::vector<c10::IValue> given{c10::IValue(inputs)...};
+  TreeSpec arguments;
+  request.inputs = flatten(c10::ivalue::Tuple::create(given), &arguments);
+  request.in_spec = TreeSpec::tuple({std::move(arguments), TreeSpec::dict({}, {})});
   request.training = module.is_training();
   request.module_types[""] = module.name();
   for (const auto& m : module.named_modules("", /*include_self=*/false)) {
     request.module_types[m.key()] = m.value()->name();
   }
   request.call = [&](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
+    const auto in = capture_detail::with_leaves(given, flat);
     return [&]<size_t... I>(std::index_sequence<I...>) {
-      return flatten(capture_detail::to_ivalue(function(flat[I].template to<std::decay_t<Inputs>>()...)), &out_spec);
+      return flatten(capture_detail::to_ivalue(function(in[I].template to<std::decay_t<Inputs>>()...)), &out_spec);
     }(std::index_sequence_for<Inputs...>{});
   };
   request.buffers_after = capture_detail::look_again(module);

@@ -94,6 +94,10 @@ std::vector<c10::IValue> Session::feed() {
   at::AutoGradMode grad(true);
   for (const c10::IValue& v : request.inputs) {
     if (!v.isTensor() || !v.toTensor().defined()) {
+      if (!(v.isTensor() || v.isNone() || v.isScalar() || v.isString())) {
+        recorder.refuse(c10::str("input ", fed.size(), " is a ", v.tagKind(), ", which a graph cannot check in a run"),
+                        "give tensors, numbers and texts, one by one: flatten() has those of lists, tuples and dicts");
+      }
       fed.push_back(v);
       recorder.input_values.push_back(-1);
       continue;

@@ -112,6 +112,18 @@ TEST_F(ZooFiles, MixtureOfExpertsWithDictOutput) { there_and_back(zoo::MoE(), to
 TEST_F(ZooFiles, InPlaceAndViewWrites) { there_and_back(zoo::InPlace(), torch::randn({3, 6})); }
 TEST_F(ZooFiles, SharedModuleCalledTwice) { there_and_back(zoo::Shared(), torch::randn({3, 5}), torch::randn({2, 5})); }
 TEST_F(ZooFiles, Autocast) { there_and_back(zoo::Autocast(), torch::randn({3, 8})); }
+TEST_F(ZooFiles, ANumberThatAModelWasCapturedWithIsHeldAgainstThatOfEveryRun) {
+  zoo::Shared model;
+  move_there(*model);
+  const auto times = [&](const Tensor& x, double factor) { return model->fc(x) * factor; };
+  const Tensor x = there(torch::randn({3, 5}));
+  const std::string file = ::testing::TempDir() + "plumb_number_" + std::to_string(getpid()) + ".pt2";
+  save_pt2(*capture_call(*model, times, {}, x, 2.5), file);
+  auto loaded = load_pt2(file).module;
+  std::filesystem::remove(file);
+  EXPECT_TRUE(at::equal(loaded->run({x, 2.5})[0].toTensor(), times(x, 2.5)));
+  EXPECT_THROW(loaded->run({x, 3.5}), Error);
+}
 TEST_F(ZooFiles, BFloat16) {
   zoo::GPT model(50, 16, 1, 4, 32, false);
   model->to(at::kBFloat16);

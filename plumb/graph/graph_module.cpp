@@ -113,13 +113,21 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
   size_t i = 0;
   for (const Node* node : graph_.nodes()) {
     if (node->kind() != NodeKind::Placeholder || i == inputs.size()) break;
-    const c10::IValue& input = inputs[i++];
+    c10::IValue& input = inputs[i++];
     const at::Tensor* got = input.isTensor() && input.toTensor().defined() ? &input.toTensor() : nullptr;
     const auto& want = node->result()->meta();
-    if (node->result()->type() == ValueType::Other && !want && got) {
+    const ValueType type = node->result()->type();
+    if (type != ValueType::Tensor && input.isTensor() && !got) input = c10::IValue();  // C++'s None
+    if (type == ValueType::Other && !want && got) {
       throw Error(ErrorKind::StructureMismatch,
                   "input '" + node->target() + "' was None or no tensor when the graph was made, got " +
                       type_text(TensorMeta::of(*got)),
+                  "", kRemedy);
+    }
+    if (type != ValueType::Tensor && type != ValueType::Other && !input.isScalar()) {
+      throw Error(ErrorKind::TensorMismatch,
+                  "input '" + node->target() + "' should be a number, got " +
+                      (got ? type_text(TensorMeta::of(*got)) : input.tagKind()),
                   "", kRemedy);
     }
     if (want && !(got && fits(*want, *got))) {
@@ -152,7 +160,7 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
   std::vector<c10::IValue> leaves;
   auto add = [&](const c10::IValue& value, const TreeSpec& want, const std::string& what) {
     TreeSpec got;
-    auto flat = flatten(value, &got);
+    auto flat = flatten(in_order_of(want, value), &got);
     if (!(got == want) && got.num_leaves() != want.num_leaves()) {
       throw Error(ErrorKind::StructureMismatch,
                   what + " should have the structure " + want.to_string() + ", got " + got.to_string());

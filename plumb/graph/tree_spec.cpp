@@ -169,6 +169,30 @@ std::vector<c10::IValue> flatten(const c10::IValue& nested, TreeSpec* spec) {
   return leaves;
 }
 
+c10::IValue in_order_of(const TreeSpec& spec, const c10::IValue& nested) {
+  if (spec.is_leaf()) return nested;
+  if (is_dict(spec) && nested.isGenericDict()) {
+    const auto dict = nested.toGenericDict();
+    const auto names = spec.keys();
+    c10::impl::GenericDict ordered(dict.keyType(), dict.valueType());
+    for (size_t i = 0; i < names.size() && i < spec.children.size(); ++i) {
+      const auto entry = dict.find(names[i]);
+      if (entry != dict.end()) ordered.insert(names[i], in_order_of(spec.children[i], entry->value()));
+    }
+    if (ordered.size() == dict.size() && ordered.size() == names.size()) return ordered;
+    std::string given;
+    for (const auto& entry : dict) given += c10::str(given.empty() ? "" : ", ", entry.key());
+    throw Error(ErrorKind::StructureMismatch,
+                "a dict has the keys " + given + ", expected are those of " + spec.to_string());
+  }
+  if (!nested.isTuple() && !nested.isList()) return nested;
+  const auto elements = nested.isTuple() ? nested.toTupleRef().elements().vec() : nested.toListRef().vec();
+  if (elements.size() != spec.children.size()) return nested;
+  std::vector<c10::IValue> ordered;
+  for (size_t i = 0; i < elements.size(); ++i) ordered.push_back(in_order_of(spec.children[i], elements[i]));
+  return c10::ivalue::Tuple::create(std::move(ordered));
+}
+
 c10::IValue unflatten(const TreeSpec& spec, std::vector<c10::IValue> leaves) {
   if (leaves.size() != spec.num_leaves()) {
     throw Error(ErrorKind::StructureMismatch, "the structure " + spec.to_string() + " has " +

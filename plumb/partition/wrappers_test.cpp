@@ -1,10 +1,12 @@
 #include "plumb/partition/wrappers.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "plumb/capture/capture.h"
 #include "plumb/partition/split.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -21,6 +23,15 @@ TEST(Wrappers, APipeSequentialIsOneStageAModule) {
   EXPECT_EQ(pipe->num_stages(), 3);
   EXPECT_TRUE(pipe->stage(2)->state().contains("2.weight"));
   EXPECT_TRUE(at::equal(pipe->run({x})[0].toTensor(), net->forward(x)));
+}
+
+TEST(Wrappers, ANumberThatAModelWasCapturedWithIsHeldAgainstThatOfEveryRun) {
+  auto net = three_parts();
+  const auto times = [&](const at::Tensor& x, int64_t factor) { return net->forward(x * factor); };
+  const at::Tensor x = torch::randn({3, 4});
+  auto pipe = pipeline(*capture_call(*net, times, {}, x, int64_t{3}));
+  EXPECT_TRUE(at::equal(pipe->run({x, 3})[0].toTensor(), times(x, 3)));
+  EXPECT_THAT(message_of([&] { pipe->run({x, 4}); }), testing::HasSubstr("input 'x1' is fixed to 3"));
 }
 
 TEST(Wrappers, ALossWrapperNeedsALoss) { EXPECT_THROW(trivial_loss_wrapper(three_parts(), nullptr), Error); }
