@@ -90,6 +90,8 @@ class ValueTable {
 
   // Marks the values bound to this tensor's storage as written: writing through a view can make its base require grad.
   void mark_written(const at::Tensor& tensor);
+  // Returns the results whose tensor objects somebody holds, with their numbers, in order.
+  std::vector<std::pair<int, at::Tensor>> held_results() const;
   // Forgets the results added since `first` values were known: their tensors are again what they were before.
   void drop_results(size_t first);
 

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+
 #include "plumb/capture/capture_mode.h"
 #include "plumb/capture/session.h"
 #include "plumb/capture/verify.h"
@@ -16,6 +18,7 @@ namespace {
 struct OneCapture {
   std::shared_ptr<GraphModule> module;
   std::vector<std::string> notes;
+  std::vector<at::Tensor> left;  // outside of the outputs
 };
 
 void check_number(const TreeSpec& spec, size_t values, const char* what) {
@@ -75,6 +78,9 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     attempt.retry = reason_to_retry(session);
     if (request.buffers_after) request.buffers_after();
     if (request.attributes_after) request.attributes_after();
+    outputs.clear();
+    inputs.clear();
+    session.take_left();
     if (session.recorder.refusal) throw *session.recorder.refusal;
     throw;
   }
@@ -86,6 +92,9 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   OneCapture result;
   result.module = build_graph(session, outputs, std::move(out_spec), options);
   result.notes = std::move(session.recorder.notes);
+  outputs.clear();
+  inputs.clear();
+  result.left = session.take_left();
   return result;
 }
 
@@ -108,6 +117,33 @@ OneCapture capture_in_modes(const CaptureRequest& request, const CaptureOptions&
       mode = *next;
     }
   }
+}
+
+// A tensor that the forward leaves in a member of the module is state if the next call reads it and leaves another. A
+// graph would begin every run with the same one.
+void check_next_call(const CaptureRequest& request, const CaptureOptions& options, CaptureMode mode,
+                     OneCapture& first) {
+  if (first.left.empty()) return;
+  const std::string what = "the forward leaves a tensor, " + type_text(TensorMeta::of(first.left.back())) +
+                           ", outside of its outputs, in a member of the module, say";
+  const auto refuse = [&](const std::string& why, const std::string& where = "") {
+    throw Error(ErrorKind::Capture, what + ", and " + why, where,
+                "register it as a buffer and write it with copy_(), or pass it in and out of the forward");
+  };
+  OneCapture second;
+  try {
+    second = capture_in_modes(request, options, mode);
+  } catch (const Error& error) {
+    refuse("the next call cannot be captured: " + error.message(), error.where());
+  }
+  const auto was_left = [&](const Attr& attr) {
+    return attr.tensor.defined() && std::ranges::any_of(first.left, [&](const at::Tensor& t) {
+             return t.has_storage() && attr.tensor.has_storage() && t.is_alias_of(attr.tensor);
+           });
+  };
+  if (!second.left.empty() && std::ranges::any_of(second.module->state(), was_left))
+    refuse("the next call reads it and leaves another: a graph would begin every run with the same one");
+  first.notes.push_back(what + ": a run of the graph does not");
 }
 
 }  // namespace
@@ -249,6 +285,7 @@ std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const Captur
   }
   CaptureMode mode = first_mode(allowed_modes(request, options), request.control_values.has_value());
   OneCapture first = capture_in_modes(request, options, mode);
+  check_next_call(request, options, mode, first);
   if (options.verify) {
     verify_capture(request, *first.module,
                    [&](const CaptureRequest& other) { return capture_in_modes(other, options, mode).module; });

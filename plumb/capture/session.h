@@ -43,6 +43,9 @@ class Session {
   void refuse_gradients();
   // Refuses a forward that has seeded torch's random numbers.
   void refuse_seeds();
+  // Called after stop(), when outputs and inputs are released. Returns the tensors that the forward has left elsewhere,
+  // besides the module's state, with the values of a computed call. Empty for a front end that puts attributes back.
+  std::vector<at::Tensor> take_left();
   // Writes `now` at the end of the graph into a tensor that the module holds as an attribute, if the graph reads `old`.
   void write_back_attribute(const std::string& name, const at::Tensor& old, const at::Tensor& now);
 
@@ -68,6 +71,7 @@ class Session {
   void refuse_numpy(const Call& call, at::ArrayRef<c10::IValue> args);
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void run_opaque(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+  void compute(const std::vector<at::Tensor>& left);
 
   size_t autocast_hits_ = 0;
   // A composite operator whose inner calls are recorded on trial: the casts before it, and what read a value inside.
