@@ -40,7 +40,7 @@ struct TreeSpec {
 // Nested IValue (tuple, list, dict with string keys) -> leaves, and its spec. A Tensor list is a list of leaves.
 std::vector<c10::IValue> flatten(const c10::IValue& nested, TreeSpec* spec);
 // Returns the value with the entries of its dicts in the order of `spec`. Throws Error(StructureMismatch) for a dict
-// with other keys. Of other structures it does not check that they are those of `spec`.
+// with other keys. Other structures are not compared.
 c10::IValue in_order_of(const TreeSpec& spec, const c10::IValue& nested);
 // Returns the inverse. Throws if the number of leaves does not fit. Types unknown to C++ become tuples.
 c10::IValue unflatten(const TreeSpec& spec, std::vector<c10::IValue> leaves);
