@@ -81,7 +81,8 @@ struct PipelineOptions {
 void check_gradient_groups(int groups, int replicas, const Schedule& schedule);
 
 struct StepResult {
-  // On ranks that hold the last stage; empty elsewhere. By microbatch, detached.
+  // Losses of the microbatches whose last stage ran on this rank, in their order, detached. Two-way tables run some of
+  // them on each of two ranks.
   Tensors losses;
   at::Tensor loss;  // their mean by rows, where all are here (gather_loss()); of a training step: over all replicas
   Tensors outputs;  // merged
