@@ -97,7 +97,7 @@ class Node {
   bool is_call() const { return kind_ == NodeKind::CallFunction; }
   // True for a CallFunction of this operator: "aten::add.Tensor", or "aten::add" for any overload.
   bool is_op(std::string_view name) const;
-  // What the table (operators/operator_facts.h) says of the operator; a row that says nothing for other kinds.
+  // The operator's row of the table in operators/operator_facts.h; one that says nothing for other kinds.
   const OperatorFacts& facts() const { return *facts_; }
   // Operator name without the overload, "aten::add"; target() for other kinds.
   std::string_view op_name() const;
