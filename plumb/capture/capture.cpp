@@ -63,6 +63,11 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   auto inputs = session.feed();
   TreeSpec out_spec;
   std::vector<c10::IValue> outputs;
+  const auto take_left = [&] {
+    outputs.clear();
+    inputs.clear();
+    return session.take_left();
+  };
   if (request.begin_attempt) request.begin_attempt(attempt.mode.tell_libraries);
   session.start();
   try {
@@ -78,9 +83,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     attempt.retry = reason_to_retry(session);
     if (request.buffers_after) request.buffers_after();
     if (request.attributes_after) request.attributes_after();
-    outputs.clear();
-    inputs.clear();
-    session.take_left();
+    take_left();  // what a failed attempt leaves holds computed values, too
     if (session.recorder.refusal) throw *session.recorder.refusal;
     throw;
   }
@@ -92,9 +95,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   OneCapture result;
   result.module = build_graph(session, outputs, std::move(out_spec), options);
   result.notes = std::move(session.recorder.notes);
-  outputs.clear();
-  inputs.clear();
-  result.left = session.take_left();
+  result.left = take_left();
   return result;
 }
 

@@ -71,7 +71,10 @@ std::string Node::describe() const {
   }
 }
 
-Node::Node(Graph* graph, NodeKind kind) : graph_(graph), kind_(kind), facts_(&operator_facts("")) {}
+Node::Node(Graph* graph, NodeKind kind) : graph_(graph), kind_(kind) {
+  static const OperatorFacts& nothing = operator_facts("");
+  facts_ = &nothing;
+}
 
 const c10::OperatorHandle& Node::op() const {
   if (!op_) throw Error(ErrorKind::InvalidArgument, describe() + " is not an operator call");
