@@ -143,6 +143,23 @@ def test_a_table_that_the_first_call_makes_is_no_state():
     assert any("in its first call and keeps them" in n for n in graph.notes)
 
 
+def table_of_a_shape(m, y, x):
+    if m.state["shape"] != x.shape:
+        m.state["table"], m.state["shape"] = torch.arange(x.shape[1], dtype=x.dtype), x.shape
+    return y * m.state["table"]
+
+
+def test_a_table_that_is_made_again_for_another_shape_is_no_state():
+    model = Kept({"shape": None, "table": None}, table_of_a_shape)
+    x, more = torch.randn(3, 4), torch.randn(5, 4)  # their tables have the same sizes
+    expected = model(x)
+    assert torch.equal(plumb.capture(model, more)(more), model(more))
+    tracked = plumb.transforms.track_scales(model)
+    for rows in (more, x, more):
+        assert torch.equal(tracked(rows), model(rows))
+    assert torch.equal(tracked(x), expected)
+
+
 def collects(m, y, x):
     m.state["features"].append(y)
     m.state["calls"] += 1

@@ -256,7 +256,9 @@ class ModuleStateGuard:
         self.parameters = list(module.parameters())
         self.modes = [(sub, sub.training) for sub in module.modules()]
         self.changes: list[Change] = []  # changed values that are no tensors, as the last restore() found them
-        self.kept: list[Change] = []  # changed slots that held no tensors in the same places, as the last tensors() found them
+        # Changed slots with tensors, as the last tensors() found them: those that held none in the same places, and those that did.
+        self.kept: list[Change] = []
+        self.renewed: list[Change] = []
         self.left: dict[str, Any] = {}  # by their names, the very objects
         self.written: set[tuple[int, Any]] = set()  # all slots that the forward has written: (id of the table, key)
         self.random = random.getstate()
@@ -273,7 +275,7 @@ class ModuleStateGuard:
         """Tensors outside of parameters and buffers that were re-assigned: (name, old, new). The old ones, and buffers that
         were None, are there again afterwards; new ones are gone."""
         changed = []
-        self.kept, self.left = [], {}
+        self.kept, self.renewed, self.left = [], [], {}
         for table, key, old, now in changed_slots(self.tables):
             leaves, spec = pytree.tree_flatten(now)
             if not any(isinstance(x, Tensor) for x in leaves):
@@ -291,13 +293,17 @@ class ModuleStateGuard:
                     if isinstance(a, Tensor) and a is not b
                 ]
                 changed += [(f"{name}[{i}]" if len(leaves) > 1 else name, a, b) for i, a, b in pairs]
-            else:
-                self.left[name] = now
-                computed = self._hang_on_inputs(leaves)
-                plain = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), now)
-                self.kept.append(Change(table, key, name, old, plain, computed))
+            self.left[name] = now
+            plain = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), now)
+            change = Change(table, key, name, old, plain, self._hang_on_inputs(leaves))
+            (self.renewed if alike else self.kept).append(change)
             table.put(key, old)
         return changed
+
+    def not_written_back(self, engine: Any) -> list[Change]:
+        """Returns the changed slots of which the graph does not write the new tensors over the old ones: it reads none of these."""
+        read = {id(tensor) for _, kind, tensor, _ in engine.state() if kind == CONSTANT}
+        return self.kept + [c for c in self.renewed if not any(id(t) in read for t in pytree.tree_leaves(c.before))]
 
     def refuse_new_parts(self) -> None:
         """Raises `plumb.Error` if the forward has made or replaced parameters or modules, after it has taken them away again."""

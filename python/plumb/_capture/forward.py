@@ -278,7 +278,7 @@ def capture_engine(
         names = ", ".join(f"'{name}'" for name in left.names)
         told.append(f"the forward leaves tensors in {names}: a run of the graph does not (a transformed module does)")
     all_notes = [*notes, *request.changed, *told]
-    changes, kept = request.state_guard.changes, request.state_guard.kept
+    changes, kept = request.state_guard.changes, request.state_guard.not_written_back(engine)
     if changes or kept:
         request.start_from = [*changes, *kept]
 
