@@ -339,13 +339,10 @@ namespace {
 bool is_unread(const Node& node, const Value* value) {
   static const std::unordered_set<std::string_view> with_beta = {"aten::baddbmm", "aten::addmm", "aten::addbmm",
                                                                  "aten::addmv", "aten::addr"};
-  static const std::unordered_set<std::string_view> replaced = {"aten::fill",
-                                                                "aten::copy",
-                                                                "aten::zero",
-                                                                "aten::index_put",
-                                                                "aten::select_scatter",
-                                                                "aten::slice_scatter",
-                                                                "aten::diagonal_scatter"};
+  static const std::unordered_set<std::string_view> replaced = {
+      "aten::fill",       "aten::copy",           "aten::zero",          "aten::index_copy",
+      "aten::index_fill", "aten::index_put",      "aten::masked_fill",   "aten::masked_scatter",
+      "aten::scatter",    "aten::select_scatter", "aten::slice_scatter", "aten::diagonal_scatter"};
   if (node.args().empty() || node.args()[0].value() != value) return false;
   if (replaced.count(node.op_name())) return true;
   if (!with_beta.count(node.op_name())) return false;

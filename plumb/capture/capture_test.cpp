@@ -265,6 +265,8 @@ TEST(Capture, RefusesMemoryFilledByRawPointer) {
               HasSubstr("memory made by torch.empty"));
   EXPECT_EQ(refusal([](Tensor x) { return torch::empty({4, 4}).copy_(x) * 2; }, true), "captured");
   EXPECT_EQ(refusal([](Tensor x) { return torch::empty_like(x).fill_(1) + x; }, true), "captured");
+  const auto by_rows = [](Tensor x) { return torch::empty_like(x).index_copy(0, torch::arange(x.size(0)), x) * 2; };
+  EXPECT_EQ(refusal(by_rows, true), "captured");
 }
 
 TEST(Capture, VerifyFindsValuesThatLeaveTorchUnseen) {
