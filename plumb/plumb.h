@@ -41,6 +41,7 @@
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/compare.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/liveness.h"
 #include "plumb/schedule/lower.h"
 #include "plumb/schedule/render.h"
 #include "plumb/schedule/simulate.h"

@@ -10,7 +10,7 @@
 namespace plumb {
 namespace {
 
-constexpr std::array<std::pair<ActionKind, std::string_view>, 12> kNames = {{
+constexpr std::array<std::pair<ActionKind, std::string_view>, 15> kNames = {{
     {ActionKind::Forward, "F"},
     {ActionKind::BackwardInput, "I"},
     {ActionKind::BackwardWeight, "W"},
@@ -23,12 +23,16 @@ constexpr std::array<std::pair<ActionKind, std::string_view>, 12> kNames = {{
     {ActionKind::Reshard, "RESHARD"},
     {ActionKind::ReduceGrad, "REDUCE_GRAD"},
     {ActionKind::Overlap, "OVERLAP_F_B"},
+    {ActionKind::WaitSendForward, "WAIT_SEND_F"},
+    {ActionKind::WaitSendBackward, "WAIT_SEND_B"},
+    {ActionKind::WaitReduceGrad, "WAIT_REDUCE_GRAD"},
 }};
 
 constexpr int kLargest = 1'000'000'000;  // far beyond any table, and safe to add to
 
 bool needs_microbatch(ActionKind kind) {
-  return kind != ActionKind::Unshard && kind != ActionKind::Reshard && kind != ActionKind::ReduceGrad;
+  return kind != ActionKind::Unshard && kind != ActionKind::Reshard && kind != ActionKind::ReduceGrad &&
+         kind != ActionKind::WaitReduceGrad;
 }
 
 // Returns the neighbor a message without a named other end means: values go up, gradients down.

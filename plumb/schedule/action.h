@@ -5,7 +5,8 @@
 // sending of stage 1's output to stage 2, "2RECV_F2" the receiving of it, "1SEND_B2" / "0RECV_B2" the same for
 // gradients, "3UNSHARD", "3RESHARD", "3REDUCE_GRAD" without microbatch, "(0F5;7B2)OVERLAP_F_B" a forward and a backward
 // run as one. A message between stages that are not neighbors names the other stage: "0SEND_F2>3" goes to stage 3,
-// "3RECV_F2<0" comes from stage 0. An idle tick is the empty text.
+// "3RECV_F2<0" comes from stage 0. "1WAIT_SEND_F2" and "3WAIT_REDUCE_GRAD" (torch 2.15 and newer) say where torch waits
+// for what it has begun; a step of plumb's waits by itself. An idle tick is the empty text.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,10 @@ enum class ActionKind : std::uint8_t {
   Unshard,
   Reshard,
   ReduceGrad,
-  Overlap,  // OVERLAP_F_B: a forward and a backward (full or input) run as one
+  Overlap,           // OVERLAP_F_B: a forward and a backward (full or input) run as one
+  WaitSendForward,   // WAIT_SEND_F
+  WaitSendBackward,  // WAIT_SEND_B
+  WaitReduceGrad,
 };
 
 // "F", "SEND_B", ...; empty for Idle.
@@ -61,7 +65,7 @@ struct Action {
   static Action message(ActionKind kind, int stage, int microbatch, int other) {
     return {kind, ActionKind::Idle, stage, microbatch, other};
   }
-  // UNSHARD, RESHARD, REDUCE_GRAD.
+  // UNSHARD, RESHARD, REDUCE_GRAD, WAIT_REDUCE_GRAD.
   static Action of_stage(ActionKind kind, int stage) { return {kind, ActionKind::Idle, stage}; }
   static Action overlap(const Action& forward, const Action& backward) {
     return {ActionKind::Overlap, backward.kind, forward.stage, forward.microbatch, backward.stage, backward.microbatch};

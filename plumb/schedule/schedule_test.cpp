@@ -23,6 +23,8 @@ TEST(Action, TextRoundTripsForEveryKind) {
                            "3RECV_F2<0", "3SEND_B2>0", "0RECV_B2<3", "12F345", ""}) {
     EXPECT_EQ(to_string(parse_action(text)), text);
   }
+  for (const char* text : {"1WAIT_SEND_F2", "0WAIT_SEND_B0", "3WAIT_REDUCE_GRAD"})
+    EXPECT_EQ(to_string(parse_action(text)), text);
   EXPECT_EQ(parse_action(" 2F0\t"), Action::forward(2, 0));
   EXPECT_TRUE(parse_action("  ").is_idle());
 }

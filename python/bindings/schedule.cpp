@@ -5,6 +5,7 @@
 #include "plumb/analysis/adapters.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/liveness.h"
 #include "plumb/schedule/lower.h"
 #include "plumb/schedule/search.h"
 #include "plumb/schedule/simulate.h"
@@ -140,6 +141,16 @@ Register schedule_part([](py::module_& m) {
         return to_list(with_surroundings(to_row(row), {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded}));
       },
       py::arg("row"), py::arg("max_unsharded"), py::arg("reduce_grad"));
+  m.def(
+      "activation_lives",  // tuples (stage, microbatch, forward, release, slot), and the number of slots
+      [](const Schedule& schedule, int rank, const std::vector<int>& stages, bool whole_microbatches) {
+        const auto found = analyze_pipeline_activation_liveness(schedule, rank, stages, whole_microbatches);
+        py::list lives;
+        for (const auto& [at, life] : found.lives)
+          lives.append(py::make_tuple(at.first, at.second, life.forward, life.release, life.slot));
+        return py::make_tuple(lives, found.num_slots);
+      },
+      py::arg("schedule"), py::arg("rank"), py::arg("stages"), py::arg("whole_microbatches"));
   m.def(
       "search_schedule",
       [](int ranks, int microbatches, const py::dict& costs, double memory_limit) {

@@ -104,6 +104,42 @@ def test_sharded_stages_reduce_once_a_step_in_every_schedule(ended, case):
             assert same(grads, [STEPS * mean for mean in means]), f"rank {rank}, stage {s}"
 
 
+def deferred_work(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+    replica, index = divmod(rank, 2)
+    x, target = batch(16)
+    half = slice(8 * replica, 8 * replica + 8)
+    found = []
+    for schedule, how in (("1F1B", "layers and stage"), ("ZBH1", "resharded after forward"), ("1F1B", "plain")):
+        module = stages(2)[index]
+        module = module if how == "plain" else spread(module, how, mesh["replica"])
+        runner = get_schedule_class(schedule)(
+            PipelineStage(module, index, 2, "cpu", group=mesh["pipe"].get_group()), MICROBATCHES, MSE
+        )
+        for finalize in (False, True):
+            given = ([x[half]] if index == 0 else []), (target[half] if index == 1 else None)
+            runner.step(*given[0], target=given[1], finalize_gradients=finalize)
+            reduced = [isinstance(p.grad, DTensor) for p in module.parameters()]
+            assert reduced == [finalize and how != "plain"] * len(reduced)
+        found.append(gradients(module))
+    return found
+
+
+def test_gradients_of_sharded_stages_are_reduced_when_a_step_finalizes_them():
+    x, target = batch(16)
+    halves = [stages(2), stages(2)]
+    for modules, inputs, targets in zip(halves, x.chunk(2), target.chunk(2)):
+        accumulate(modules, inputs, targets, MICROBATCHES)
+    for rank, (*sharded, plain) in enumerate(ranks.run(deferred_work, 4)):
+        both = [list(half[rank % 2].parameters()) for half in halves]
+        for grads in sharded:  # means over the replicas, of two steps
+            torch.testing.assert_close(grads, [p.grad + q.grad for p, q in zip(*both)])
+        torch.testing.assert_close(plain, [2 * p.grad for p in both[rank // 2]])
+
+
 def half_precision_work(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

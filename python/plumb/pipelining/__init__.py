@@ -15,12 +15,13 @@ from ._IR import (
     pipeline,
     scatter_stages,
 )
+from ._liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from ._plan import Plan, plan
 from ._sources import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from .microbatch import TensorChunkSpec
 from .schedules import *
 from .schedules import _ScheduleForwardOnly  # noqa: F401  (imported from here by users of torch's)
-from .stage import PipelineStage, build_stage
+from .stage import PipelineStage, PipelineStageInfo, build_stage
 
 __all__ = [
     "Balanced",
@@ -29,9 +30,11 @@ __all__ = [
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSequential",
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
+    "PipelineStageInfo",
     "Plan",
     "Schedule1F1B",
     "ScheduleDualPipe",
@@ -50,6 +53,7 @@ __all__ = [
     "StagePolicy",
     "TensorChunkSpec",
     "TrivialLossWrapper",
+    "analyze_pipeline_activation_liveness",
     "annotate_split_points",
     "build_stage",
     "deserialize_stage",

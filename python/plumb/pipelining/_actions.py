@@ -22,6 +22,9 @@ class _ComputationType(str, enum.Enum):
     FULL_BACKWARD = "B"
     OVERLAP_F_B = "OVERLAP_F_B"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
     @staticmethod
     def from_str(action: str) -> _ComputationType:
@@ -58,7 +61,7 @@ class _Action(NamedTuple):
 
 
 (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UNSHARD, RESHARD, SEND_F, RECV_F, SEND_B, RECV_B, FULL_BACKWARD, OVERLAP_F_B,
- REDUCE_GRAD) = _ComputationType  # fmt: skip
+ REDUCE_GRAD, WAIT_SEND_F, WAIT_SEND_B, WAIT_REDUCE_GRAD) = _ComputationType  # fmt: skip
 F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E741
 _COMPUTES = frozenset((F, I, W, B, OVERLAP_F_B))
 

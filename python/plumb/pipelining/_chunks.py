@@ -220,14 +220,14 @@ class ChunkSteps:
         call, step = self._calls.get(microbatch), self._step
         if self.layout is not None:
             self._validate("inputs", inputs)
-            output = self.run_values(inputs, sizes)
+            output = self.in_forward_context(microbatch, lambda: self.run_values(inputs, sizes))
             values = [output] if isinstance(output, torch.Tensor) else list(output)
         else:
             args, kwargs = (call.args, call.kwargs) if call else step.arguments(self, microbatch)
             args = args if self.is_first else unpack(inputs)
             self._validate("inputs", pytree.tree_leaves(args))
             self.check_example("input", args)
-            output = self.forward_maybe_with_nosync(*args, **kwargs)
+            output = self.in_forward_context(microbatch, lambda: self.forward_maybe_with_nosync(*args, **kwargs))
             self.check_example("output", output)
             values = flat_output(output) if self.is_last else pack(output)
         if not self.is_last:

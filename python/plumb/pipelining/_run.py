@@ -107,7 +107,7 @@ class CustomFunctions:
         checked and passed on, to stages of the same rank too. The parts of a pair without a function of its own go to
         theirs. REDUCE_GRAD comes when a stage's gradients are complete, and scales them.
         """
-        if computation_type.value.startswith(("SEND", "RECV")):
+        if computation_type.value.startswith(("SEND", "RECV", "WAIT")):
             raise InvalidValue(f"actions of kind {computation_type} have no functions in their place")
         if computation_type in self._functions:
             warnings.warn(f"the function for {computation_type.value} is replaced", stacklevel=2)

@@ -120,12 +120,21 @@ class _PipelineSchedule(CustomFunctions):
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
 
         Every rank gives what its own stages need: `args` on the rank of the first stage, `target` on the rank of the
         last. `losses` is filled with a loss a microbatch there, and the outputs are returned as one; elsewhere None.
+        A batch that is cut already is given as `arg_mbs` (tuples), `kwarg_mbs` (dicts) and `target_mbs`, one for each
+        microbatch, instead.
+
+        `finalize_gradients` False: gradients of sharded modules (`fully_shard`) stay unreduced and are added to by the
+        next step; ``.grad`` is complete after one with True. Others' are complete after every step.
 
         Raises `plumb.Error` that names rank and action if a stage fails; every other rank raises one that names this
         rank and repeats what it said.
@@ -136,20 +145,27 @@ class _PipelineSchedule(CustomFunctions):
                 kind=ErrorKind.InvalidState,
                 remedy="eval() under torch.no_grad()",
             )
-        arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
-            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
-        )
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            chunk_specs = self._args_chunk_spec, self._kwargs_chunk_spec
+            arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, self._n_microbatches, *chunk_specs)
+            target_mbs = self._split_target(target)
+        elif args or kwargs or target is not None:
+            whole = "a positional input" if args else f"'{next(iter(kwargs))}'" if kwargs else "target"
+            raise InvalidValue(
+                f"the step is given microbatches, and {whole} for the whole batch",
+                remedy="all of it whole, or all of it as arg_mbs, kwarg_mbs and target_mbs",
+            )
         for stage in self._stages:
-            stage.has_backward = self._has_backward
+            stage.has_backward, stage.finalizes = self._has_backward, finalize_gradients
             stage.clear_runtime_states()
-        self._step_microbatches(arg_mbs, kwarg_mbs, self._split_target(target), losses, return_outputs, loss_kwargs)
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         for stage in self._stages:
             if stage.is_last and return_outputs and stage.output_chunks:
                 return merge_chunks(stage.output_chunks, self._output_merge_spec)
         return None
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        """Forwards only, without autograd. Losses where a target is given."""
+        """Forwards only, without autograd. Losses where a target is given. Microbatches as for `step`."""
         has_backward, self._has_backward = self._has_backward, False
         try:
             return self.step(*args, target=target, losses=losses, **kwargs)
@@ -223,6 +239,7 @@ class _PipelineSchedule(CustomFunctions):
         return _C.measured_bubble(self._events())
 
     def _check_inputs(self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None) -> tuple[list, list]:
+        kinds = {"arg_mbs": tuple, "kwarg_mbs": dict}
         for what, values in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
             if values is None:
                 continue
@@ -230,6 +247,9 @@ class _PipelineSchedule(CustomFunctions):
                 raise InvalidType(f"{what} must be a list, not a {type(values).__name__}")
             if len(values) != self._n_microbatches:
                 raise InvalidValue(f"Expecting {self._n_microbatches} {what}, one a microbatch, but got {len(values)}")
+            for i, value in enumerate(values):
+                if (kind := kinds.get(what)) and not isinstance(value, kind):
+                    raise InvalidType(f"{what}[{i}] is a {type(value).__name__}, not a {kind.__name__}")
         if losses is not None and not isinstance(losses, list):
             raise InvalidType(f"losses must be a list, not a {type(losses).__name__}")
         n = self._n_microbatches
@@ -289,7 +309,10 @@ class PipelineScheduleMulti(_PipelineSchedule):
     Give a table by setting `pipeline_order` ({rank: [action or None, ...]}) in a subclass, with `_load_csv`, or with
     `_prepare_schedule_with_comms`. Stages are where the table runs them. Where receives stand in a table does not matter
     to the run: they are always posted ahead. Whether the backward is halved is the table's: `use_full_backward` True makes
-    a step refuse a table that halves it.
+    a step refuse a table that halves it. Functions in the place of UNSHARD and RESHARD are called so that `max_active_stages`
+    of a rank are whole at a time; without such functions its sharded modules stay gathered until their last gradient.
+    Taken for compatibility: `defer_pp_recv`, and for the named schedules `unshard_lookahead`, `defer_reduce_grad_wait` and
+    `max_outstanding_sends`, which change no result.
     """
 
     def __init__(
@@ -306,12 +329,15 @@ class PipelineScheduleMulti(_PipelineSchedule):
         stage_index_to_group_rank: dict[int, int] | None = None,
         *,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
     ):
         if not isinstance(stages, (list, tuple)) or not stages:
             raise InvalidType("stages must be a list of the stages of this rank")
+        if type(max_active_stages) is not int or max_active_stages < 1:
+            raise InvalidValue(f"max_active_stages is {max_active_stages!r}, not a number of stages")
         chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         self._begin(list(stages), n_microbatches, loss_fn, *chunks, scale_grads)
-        self._defer_pp_recv = defer_pp_recv
+        self._defer_pp_recv, self._max_active_stages = defer_pp_recv, max_active_stages
         self.pp_group_size, self.rank, self.n_local_stages = stages[0].group_size, stages[0].group_rank, len(stages)
         self._backward_requires_autograd, self._use_full_backward = backward_requires_autograd, use_full_backward
         self._set_ranks(stage_index_to_group_rank or {s: s % self.pp_group_size for s in range(self._num_stages)})
@@ -364,7 +390,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             return self._engine_table
         order = self.pipeline_order
         if around_use and order and all(a is None or a.is_compute_op for row in order.values() for a in row):
-            order = {rank: _row(_C.with_surroundings(row, 3, True)) for rank, row in order.items()}
+            order = {rank: _row(_C.with_surroundings(row, self._max_active_stages, True)) for rank, row in order.items()}
         return self._runnable(order)
 
     def _prepare_schedule_with_comms(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from .. import _C
 from .._errors import Error, ErrorKind
@@ -59,10 +59,16 @@ class _NamedSchedule(PipelineScheduleMulti):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
     ):
         chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         options = (None, scale_grads, backward_requires_autograd)
-        super().__init__(stages, n_microbatches, loss_fn, *chunks, *options, defer_pp_recv=defer_pp_recv)
+        self._defer_pp_recv = defer_pp_recv
+        super().__init__(stages, n_microbatches, loss_fn, *chunks, *options, max_active_stages=max_active_stages)
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -97,8 +103,13 @@ class ScheduleLoopedBFS(_NamedSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
     ):
-        options = (scale_grads, backward_requires_autograd, defer_pp_recv)
+        options = (scale_grads, backward_requires_autograd, defer_pp_recv, max_active_stages)
         super().__init__(stages, n_microbatches, loss_fn, None, None, output_merge_spec, *options)
 
 

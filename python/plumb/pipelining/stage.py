@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from .._errors import Error, ErrorKind
@@ -18,7 +22,17 @@ from ._chunks import ChunkSteps
 from ._stage_module import Sizes, StageModule, at_sizes
 from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, is_of, wire_texts  # noqa: F401
 
-__all__ = ["PipelineStage", "build_stage"]
+__all__ = ["PipelineStage", "PipelineStageInfo", "build_stage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStageInfo:
+    """A forward of a stage, as `register_forward_context` tells of it. `is_metadata_inference` is always False: nothing is run
+    to learn sizes."""
+
+    stage_index: int
+    microbatch_index: int
+    is_metadata_inference: bool = False
 
 
 def _is_sharded(module: torch.nn.Module) -> bool:
@@ -173,6 +187,7 @@ class _PipelineStageBase(ChunkSteps):
 
     submod: torch.nn.Module  # or any callable
     reduction: Replicated | Sharded | None = None  # gradient reduction of a data parallel module, while a step runs
+    finalizes = True  # whether the step that runs reduces gradients of sharded modules
     # The sources of values, for stages cut from a graph (`_C.PipeTable`); None: from the stage before.
     layout = None
     wire = ("", "")
@@ -196,6 +211,7 @@ class _PipelineStageBase(ChunkSteps):
         self.chunks: int | None = None
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
+        self._forward_contexts: OrderedDict[int, Callable[..., AbstractContextManager]] = OrderedDict()  # one at most
         self._begin_chunks()
 
     def chain(self) -> Any:
@@ -224,6 +240,33 @@ class _PipelineStageBase(ChunkSteps):
             self.reduction.went_forward()
         return output
 
+    def register_forward_context(
+        self, context_factory: Callable[[PipelineStageInfo], AbstractContextManager[None]]
+    ) -> RemovableHandle:
+        """Runs every forward of the stage inside of ``context_factory(info)``, until the handle's ``remove()``. Raises `plumb.Error`
+        (a RuntimeError too) if there is one already."""
+        if self._forward_contexts:
+            raise Error(
+                f"stage {self.stage_index} has a forward context already",
+                kind=ErrorKind.InvalidState,
+                remedy="remove() of its handle first",
+            )
+        handle = RemovableHandle(self._forward_contexts)
+        self._forward_contexts[handle.id] = context_factory
+        return handle
+
+    def in_forward_context(self, microbatch: int, forward: Callable[[], Any]) -> Any:
+        """Returns what `forward` returns, called inside of the registered context if there is one."""
+        for context_factory in self._forward_contexts.values():
+            with context_factory(PipelineStageInfo(stage_index=self.stage_index, microbatch_index=microbatch)):
+                return forward()
+            raise Error(
+                f"the forward context of stage {self.stage_index} took in an exception of the forward",
+                kind=ErrorKind.InvalidState,
+                remedy="let it go on: __exit__ returns False",
+            )
+        return forward()
+
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divides the module's gradients. Schedules do that by themselves."""
         if grad_scale_factor != 1:
@@ -241,7 +284,7 @@ class _PipelineStageBase(ChunkSteps):
         """Means of the gradients over the replicas of a data parallel module, after a step. `divisor`: what sharded
         gradients are divided by, which no engine has seen yet."""
         reduction = self.reduction or reduction_of(self.submod)
-        if reduction is not None:
+        if reduction is not None and (self.finalizes or not isinstance(reduction, Sharded)):
             reduction.finish(divisor)
 
     def release_gradients(self) -> None:
@@ -386,7 +429,8 @@ class _PipelineStage(_PipelineStageBase):
         return summed
 
     def graph_alone(self) -> Any:
-        whole = type(self) is _PipelineStage and type(self.submod) is StageModule and not self._runtime_validate
+        whole = type(self) is _PipelineStage and type(self.submod) is StageModule
+        whole = whole and not self._runtime_validate and not self._forward_contexts
         return self.submod.graph_alone() if whole and not _METHODS & self.__dict__.keys() else None
 
     def run_values(self, values: list, sizes: Sizes) -> Any:
