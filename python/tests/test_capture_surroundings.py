@@ -341,6 +341,14 @@ def test_a_closed_recorder_has_closed_its_file(tmp_path):
     assert len(set(plumb.read_history(tmp_path / "run.history").columns["step"])) == 2
 
 
+@pytest.fixture
+def interrupts():
+    """Interrupts raise, also where the shell that began the tests ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupting(function):
     """Returns `function`, which is interrupted at its beginning."""
 
@@ -351,7 +359,7 @@ def interrupting(function):
     return interrupted
 
 
-def test_an_interrupt_waits_until_a_class_is_as_before():
+def test_an_interrupt_waits_until_a_class_is_as_before(interrupts):
     class Meta(type):
         __delattr__ = interrupting(type.__delattr__)
 
@@ -363,7 +371,7 @@ def test_an_interrupt_waits_until_a_class_is_as_before():
     assert not hasattr(Owner, "a") and not hasattr(Owner, "b")
 
 
-def test_an_interrupt_at_the_end_of_a_capture_waits_until_model_and_torch_are_as_before(monkeypatch):
+def test_an_interrupt_at_the_end_of_a_capture_waits_until_model_and_torch_are_as_before(monkeypatch, interrupts):
     class Counting(nn.Linear):
         calls = 0
 

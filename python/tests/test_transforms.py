@@ -233,7 +233,7 @@ ROUNDED = {  # what has no forward-mode derivative and could return its values w
 def test_a_tangent_of_forward_mode_is_refused_where_it_would_be_lost(name, needed):
     with torch.autograd.forward_ad.dual_level():
         given = torch.autograd.forward_ad.make_dual(torch.randn(4, 8).requires_grad_(needed), torch.randn(4, 8))
-        with pytest.raises(plumb.Error, match="has no forward-mode derivative"):
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):  # a plumb.Error before torch 2.15
             ROUNDED[name](given)
 
 

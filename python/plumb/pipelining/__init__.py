@@ -15,7 +15,6 @@ from ._IR import (
     pipeline,
     scatter_stages,
 )
-from ._liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from ._plan import Plan, plan
 from ._sources import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from .microbatch import TensorChunkSpec

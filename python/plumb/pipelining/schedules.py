@@ -14,6 +14,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import *  # noqa: F403  (users of torch's schedules import the kinds of actions from here)
 from ._actions import _Action, _check, _ComputationType, _validate_schedule  # noqa: F401
+from ._liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from ._run import _PipelineContext, _wait_batch_p2p  # noqa: F401
 from ._schedule_base import (  # noqa: F401
     PipelineScheduleMulti,
@@ -27,6 +28,7 @@ from .microbatch import TensorChunkSpec
 from .stage import _PipelineStageBase
 
 __all__ = [
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",
@@ -42,6 +44,7 @@ __all__ = [
     "ScheduleZBH1",
     "ScheduleZBH2",
     "ScheduleZBVZeroBubble",
+    "analyze_pipeline_activation_liveness",
     "get_schedule_class",
     "search_schedule",
 ]

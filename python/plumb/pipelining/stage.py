@@ -133,7 +133,8 @@ class Sharded:
 
     def went_forward(self) -> None:
         """Makes gradients of gathered copies add up in the dtype that they are reduced in, microbatch by microbatch. torch's hooks do so
-        after a backward of the inputs, so weight halves that follow each other would add up in the copies' dtype."""
+        after a backward of the inputs, so weight halves that follow each other would add up in the copies' dtype. From 2.15 on
+        autograd adds in that dtype by itself."""
 
         def add(parameter: Any, _: torch.Tensor) -> None:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -141,7 +142,8 @@ class Sharded:
 
         for p in self._parameters():
             gathered = getattr(p, "_unsharded_param", None)  # none before the first forward
-            if gathered is not None and p.reduce_dtype is not None and p not in self._hooks:
+            by_hand = hasattr(p, "accumulate_unsharded_grad_if_needed") and p.reduce_dtype is not None
+            if gathered is not None and by_hand and p not in self._hooks:
                 self._hooks[p] = gathered.register_post_accumulate_grad_hook(functools.partial(add, p))
 
     def _parameters(self) -> list[Any]:
