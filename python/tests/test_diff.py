@@ -280,6 +280,7 @@ def test_wrong_arguments_are_refused_with_what_to_do():
     refused("are for two modules", *states, tolerance=0.1)
     refused("the loss has 8 elements", net(), net(), x, loss=lambda out: out)
     refused("the loss is a NoneType", net(), net(), x, loss=lambda out: None)
+    refused("the loss depends on no parameter", net(), net(), x, loss=lambda out: out.detach().sum())
 
 
 def test_gradients_that_one_module_alone_has_are_named():
@@ -290,3 +291,19 @@ def test_gradients_that_one_module_alone_has_are_named():
     assert set(plumb.diff(net, frozen, x).only_a) >= {"the gradient of 0.weight", "the gradient of 0.bias"}
     assert set(plumb.diff(frozen, net, x).only_b) >= {"the gradient of 0.weight", "the gradient of 0.bias"}
     assert plumb.diff(net, net, x).only_a == []
+
+
+class Filter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.full((4,), 1 + 1j))
+
+    def forward(self, x):
+        return torch.view_as_real(self.filter * x)
+
+
+def test_gradients_of_complex_tensors_are_compared():
+    model, x, factors = Filter(), torch.randn(4), iter([1.0, 3.0])
+    assert plumb.diff(model, model, x).equal
+    found = plumb.diff(model, model, x, loss=lambda out: out.sum() * next(factors))
+    assert (found.compared, found.differing) == (8, 4)  # values and gradients of x, filter, mul and view_as_real

@@ -333,7 +333,8 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   } else if (wanted.forward) {
     tracker->record(slot, ScaleTracker::Direction::Forward, x, rows);
   }
-  if (!wanted.backward || !at::GradMode::is_enabled() || !x.is_floating_point() || x.is_inference()) return x;
+  const bool taken = x.is_floating_point() || (x.is_complex() && wanted.keep);  // as record() has it
+  if (!wanted.backward || !at::GradMode::is_enabled() || !taken || x.is_inference()) return x;
   const bool input = tracker->is_input(slot);
   if (!x.requires_grad()) {
     if (!input || traced) return x;
