@@ -128,6 +128,11 @@ struct Plan::Impl {
       }
     } catch (const c10::Error& e) {
       fail(labels[static_cast<size_t>(now - instructions.data())], stack, e);
+    } catch (const Error& e) {
+      // An operator of plumb's knows neither its node nor its line.
+      if (e.kind() != ErrorKind::TensorMismatch || !e.where().empty()) throw;
+      const Label& label = labels[static_cast<size_t>(now - instructions.data())];
+      throw Error(e.kind(), label.node + ": " + e.message(), label.where, e.remedy());
     }
     std::vector<IValue> results;
     results.reserve(outputs.size());

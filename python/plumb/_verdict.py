@@ -114,6 +114,8 @@ _FUNCTIONS = {
 
 
 def _names(recipes: Any) -> list[str]:
+    if not isinstance(recipes, (str, os.PathLike, Iterable)):
+        raise Error(f"recipes is a {type(recipes).__name__}", remedy='names, ["fp8", "mxfp4"], or None for the usual ones')
     given = [recipes] if isinstance(recipes, (str, os.PathLike)) else list(recipes)
     for recipe in given:
         if not isinstance(recipe, (str, os.PathLike)):
@@ -157,6 +159,9 @@ def _judge(
             optimizer = make_optimizer(parameters) if make_optimizer else torch.optim.AdamW(parameters)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise Error(f"optimizer returns a {type(optimizer).__name__}", remedy=_FUNCTIONS["optimizer"])
+            own = {id(p) for p in parameters}
+            if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise Error("the optimizer has parameters that it was not given", remedy=_FUNCTIONS["optimizer"])
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise Error("a step of LBFGS takes several gradients", remedy=_FUNCTIONS["optimizer"])
         of_batch = _Losses(graph, args, kwargs, targets, loss)

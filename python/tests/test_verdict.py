@@ -245,7 +245,10 @@ def test_wrong_arguments_of_a_verdict_are_refused_with_what_to_do(net, tmp_path)
     refused("optimizer returns a NoneType", optimizer=lambda p: None)
     refused("a step of LBFGS takes several gradients", optimizer=torch.optim.LBFGS)
     refused("'0.weight' is on the meta device, without values", model=nn.Sequential(nn.Linear(16, 4, device="meta")))
+    refused("the loss is no number with a gradient, but a complex one", loss=lambda out, target: out.sum() * 1j)
+    refused("the optimizer has parameters that it was not given", optimizer=lambda p: torch.optim.SGD(net.parameters(), 0.1))
     refused("the recipe 8 is a int", recipes=[8])
+    refused("recipes is a int", recipes=8)
     refused("no recipe is asked for", recipes=[])
     refused("the model is a str", model="net.pt2")
     refused("2 numbers that could be its loss", loss=None, model=TwoLosses())
@@ -254,6 +257,12 @@ def test_wrong_arguments_of_a_verdict_are_refused_with_what_to_do(net, tmp_path)
     (tmp_path / "mine.toml").write_text('fwd = "bf16"\nbwd = "bf16"\n')
     assert plumb.verdict(net, batches(1), F.cross_entropy, recipes="bf16", steps=1).recipes["bf16"]["verdict"] == "ok"
     plumb.verdict(net, batches(1), F.cross_entropy, recipes=[tmp_path / "mine.toml"], steps=1)
+
+
+def test_a_sparse_input_is_refused_with_the_product_and_the_line():
+    model = nn.Sequential(nn.Linear(16, 4))
+    with pytest.raises(plumb.Error, match=r"node %\w+ \(plumb::simulate_format\): .* not strided\n  at: 0 \(.*test_verdict.py:"):
+        plumb.verdict(model, [(torch.eye(16).to_sparse(), torch.randint(4, (16,)))], F.cross_entropy, recipes=["fp8"], steps=1)
 
 
 def test_keys_of_too_many_parts_are_refused():

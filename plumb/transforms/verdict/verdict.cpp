@@ -169,9 +169,10 @@ class MeasuredBatch {
                     "give one that returns the part's loss");
       }
       const at::Tensor loss = part(graph);
-      if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
+      if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad() || loss.is_complex()) {
         const std::string found = !loss.defined()     ? "undefined"
                                   : loss.numel() != 1 ? "a tensor of " + std::to_string(loss.numel()) + " elements"
+                                  : loss.is_complex() ? "a complex one"
                                                       : "a number that depends on no parameter";
         throw Error(ErrorKind::InvalidArgument, "the loss is no number with a gradient, but " + found, "",
                     "return the loss of the batch: a tensor of one element that depends on parameters");
