@@ -13,13 +13,25 @@ class MessageMemory {
  public:
   MessageMemory(const Schedule& schedule, int rank, const RankCosts& costs)
       : schedule_(schedule), rank_(rank), costs_(costs), incoming_(schedule.rows.size()) {
+    std::map<Taker, std::size_t> positions;  // messages of this rank's, numbered for each peer
+    std::vector<std::vector<bool>> taken(schedule.rows.size());
+    for (const Action& action : schedule.rows[rank]) {
+      for (const Action& part : {action.first_part(), action.second_part()}) {
+        const int to = part.is_compute() ? stage_after(part.kind, part.stage) : -1, peer = rank_at(to, part.microbatch);
+        if (peer < 0 || peer == rank) continue;
+        positions[{part.kind == ActionKind::Forward, to, part.microbatch}] = taken[peer].size();
+        taken[peer].push_back(false);
+      }
+    }
     for (int peer = 0; peer < schedule.num_ranks(); ++peer) {
       if (peer == rank) continue;
-      std::size_t received = 0;
+      std::size_t received = 0;  // the peer acknowledges a message when it has taken all before it, too
       for (const Action& action : schedule.rows[peer]) {
         for (const Action& part : {action.first_part(), action.second_part()}) {
           if (!part.is_compute()) continue;
-          received += rank_at(stage_before(part.kind, part.stage), part.microbatch) == rank ? 1 : 0;
+          const auto own = positions.find({part.kind == ActionKind::Forward, part.stage, part.microbatch});
+          if (part.kind != ActionKind::BackwardWeight && own != positions.end()) taken[peer][own->second] = true;
+          while (received < taken[peer].size() && taken[peer][received]) ++received;
           add(peer, part, received);
         }
       }
@@ -51,6 +63,7 @@ class MessageMemory {
   }
 
  private:
+  using Taker = std::tuple<bool, int, int>;  // the action that takes a message: forward or not, stage, microbatch
   struct Message {
     double size = 0;
     bool posted = false;           // it has a buffer before it comes
@@ -88,10 +101,10 @@ class MessageMemory {
   const Schedule& schedule_;
   const int rank_;
   const RankCosts& costs_;
-  std::vector<std::vector<Message>> incoming_;                                // by peer, in the order in which it sends
-  std::map<std::tuple<bool, int, int>, std::pair<int, std::size_t>> places_;  // messages by the action that takes them
-  std::map<int, Sent> sent_;                                                  // by peer
-  double change_ = 0;                                                         // for the next action
+  std::vector<std::vector<Message>> incoming_;           // by peer, in the order in which it sends
+  std::map<Taker, std::pair<int, std::size_t>> places_;  // messages by the action that takes them
+  std::map<int, Sent> sent_;                             // by peer
+  double change_ = 0;                                    // for the next action
 };
 
 }  // namespace

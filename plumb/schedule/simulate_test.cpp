@@ -121,6 +121,17 @@ TEST(Simulate, CountsMessagesThatComeBeforeTheirTurnAndBuffersForThem) {
   EXPECT_EQ(peak(), 10 + 100 + 1);  // one is left
 }
 
+TEST(Simulate, KeepsAMessageUntilThePeerHasTakenAllThatCameBefore) {
+  // Rank 0 takes the gradient 1B0 before the value 1F1, which rank 1 sent first: 0F2 acknowledges neither.
+  const Schedule schedule = parse_csv("0F0,0F1,2F0,2B0,0B0,0F2,2F1,2B1,0B1,2F2,2B2,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n");
+  Costs costs;
+  costs.activation = {10, 10, 10};
+  costs.values = {0, 7, 0};
+  costs.buffers = {0, 100, 0};
+  // In 1F2: two microbatches, buffers for two gradients, the message of 1F1, and that of 1F2 with its value.
+  EXPECT_EQ(simulate_schedule(schedule, costs).peak_memory.at(1), 20 + 200 + 7 + 14);
+}
+
 TEST(Simulate, TakesForwardOnlyTables) { EXPECT_EQ(simulate_schedule(forward_only(gpipe_schedule(3, 4))).makespan, 6); }
 
 TEST(Simulate, RefusesCostsThatAreNone) {
