@@ -179,7 +179,10 @@ std::string columns(Table table) {
   constexpr size_t kWidest = 60;
   for (auto& row : table.rows) {
     for (std::string& cell : row) {
-      if (cell.size() > kWidest) cell.replace(kWidest - 3, std::string::npos, "...");
+      if (cell.size() <= kWidest) continue;
+      size_t end = kWidest - 3;
+      while (end > 0 && (cell[end] & 0xC0) == 0x80) --end;  // no half of a character of UTF-8
+      cell.replace(end, std::string::npos, "...");
     }
   }
   return to_text(table);

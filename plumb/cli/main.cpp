@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <iostream>
 
 #include "plumb/cli/commands.h"
@@ -125,6 +126,9 @@ int run_to_the_end(int argc, char** argv) {
     std::cerr << "plumb: " << e.what() << "\n";
   } catch (const c10::Error& e) {
     std::cerr << "plumb: " << e.what_without_backtrace() << "\n";
+  } catch (const std::filesystem::filesystem_error& e) {
+    std::cerr << "plumb: " << e.path1().string() << ": " << e.code().message()
+              << "\n  try: check the path and its permissions\n";
   } catch (const std::bad_alloc&) {
     std::cerr << "plumb: out of memory\n";
   } catch (const std::exception& e) {

@@ -129,6 +129,12 @@ TEST_F(Options, WrongUseNamesTheOptionAndTheFix) {
   EXPECT_FALSE(fs::exists(folder() / "q"));
 }
 
+TEST_F(Options, APathThatTheSystemRefusesIsNamed) {
+  fs::create_symlink("loop", folder() / "loop");
+  const std::string said = plumb("track --history loop").err;
+  EXPECT_TRUE(said.starts_with("plumb: loop: ")) << said;
+}
+
 // Returns names of options that --help of a command lists.
 std::set<std::string> options_of(const std::string& help) {
   std::set<std::string> out;

@@ -68,7 +68,8 @@ nlohmann::json parse_json(std::string_view text, int max_depth, bool unique_keys
     const auto callback = unique_keys ? nlohmann::json::parser_callback_t(note) : nullptr;
     return nlohmann::json::parse(text.begin(), text.end(), callback);
   } catch (const nlohmann::json::exception& e) {
-    throw Error(ErrorKind::BadFile, std::string("is not JSON: ") + e.what());
+    const std::string what = e.what();  // begins with the library's name for it, in brackets
+    throw Error(ErrorKind::BadFile, "is not JSON: " + what.substr(what.find("] ") + 2));
   }
 }
 

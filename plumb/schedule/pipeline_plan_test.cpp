@@ -46,7 +46,7 @@ TEST(PipelinePlan, IsNotWrittenWithWhatJsonCannotHold) {
 
 TEST(PipelinePlan, SaysWhichEntryIsWrong) {
   const auto problem = [](const std::string& text) { return message_of([&] { parse_plan(text, "best.json"); }); };
-  EXPECT_THAT(problem("{"), HasSubstr("is no plan of plumb"));
+  EXPECT_THAT(problem("{"), HasSubstr("is no plan of plumb: is not JSON: parse error at line 1, column 2"));
   EXPECT_THAT(problem("[1]"), HasSubstr("is no plan of plumb"));
   EXPECT_THAT(problem("{}"), HasSubstr("'plumb_plan' is missing"));
   EXPECT_THAT(problem(changed("plumb_plan", "1")), HasSubstr("'plumb_plan'"));
