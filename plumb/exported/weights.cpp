@@ -66,7 +66,8 @@ StoredTensors read_stored(const ZipFile& zip, const std::string& config, const s
     const StoredMeta stored = read_stored_meta(doc, doc.at(entry, "tensor_meta"));
     const TensorMeta& meta = stored.meta;
     const std::string identity = Json({record, doc.at(entry, "tensor_meta"), is_parameter}).dump();
-    if (auto known = same.find(identity); known != same.end()) {
+    // torch writes all tensors without elements to one record.
+    if (auto known = same.find(identity); known != same.end() && known->second.tensor.numel() > 0) {
       found.emplace(it.key(), known->second);
       continue;
     }

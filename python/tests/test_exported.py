@@ -373,3 +373,17 @@ def test_a_file_holds_a_gradient_computed_in_the_forward(tmp_path):
     y.pow(2).sum().backward()
     z.pow(2).sum().backward()
     assert torch.equal(loaded.weight.grad, model.weight.grad)
+
+
+def test_parameters_without_elements_stay_two(tmp_path):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x):
+            return torch.cat([x, self.first, self.second])
+
+    torch.export.save(torch.export.export(Empty(), (torch.randn(3, 4),)), str(tmp_path / "empty.pt2"))
+    loaded = plumb.load_pt2(str(tmp_path / "empty.pt2"))
+    assert [name for name, _ in loaded.named_parameters()] == ["first", "second"]
