@@ -69,7 +69,8 @@ void ModuleStateGuard::put_contents_back() {
   for (auto& [index, kept] : contents_) {
     try {
       if (!has_memory_of(kept.tensor, kept.as_it_was)) kept.tensor.set_data(kept.as_it_was);
-      if (kept.contents.defined()) kept.as_it_was.copy_(kept.contents);
+      // Backwards to come that have saved the tensor find the same contents: its version stays as well.
+      if (kept.contents.defined()) kept.as_it_was.variable_data().copy_(kept.contents);
     } catch (const std::exception& error) {  // nothing may leave a destructor
       TORCH_WARN("a tensor of the module could not be put back as it was before the run: ", error.what());
     }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from capture_checks import Net
-from plumb.pipelining import ScheduleInterleaved1F1B, pipeline
+from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
 from torch import nn
 from torch.nn import functional as F
 
@@ -313,3 +313,15 @@ def test_a_forward_that_freezes_its_parameters_is_refused():
         assert net.part.weight.requires_grad
     same = Freezes(lambda part: part.requires_grad_().weight.requires_grad_(True))
     assert torch.equal(plumb.capture(same, x)(x), same(x))
+
+
+def test_a_capture_between_a_forward_and_its_backward_leaves_buffers_that_autograd_saved_as_they_were():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), torch.randn(7, 8)
+    tracked, cut = plumb.transforms.track_scales(model), copy.deepcopy(model)
+    pipe = pipeline(cut, (x[:3],), split_spec={"1": SplitPoint.BEGINNING})
+    for run in (model, tracked, lambda rows: pipe.get_stage_module(1)(pipe.get_stage_module(0)(rows))):
+        sum([run(rows).square().sum() for rows in x.tensor_split(3)]).backward()  # 3, 2 and 2 rows
+    for got in (tracked, cut):
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(got.parameters(), model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(got.buffers(), model.buffers()))

@@ -289,7 +289,7 @@ class TransformedForward:
             set_random_states(random)
             with torch.no_grad():
                 for buffer, value in before:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)  # the same version for backwards to come
 
         def attempt(captured: CapturedGraph) -> tuple[Any, Error | None]:
             nonlocal control_values
