@@ -111,6 +111,22 @@ def member(module: nn.Module, name: str) -> Tensor:
 _ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks before it looks for tensors
 
 
+class GraphPart(nn.Module):
+    """A module that a graph has for the names of its tensors. The graph runs operators and calls no module."""
+
+    _path = ""
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise Error(
+            f"a hook on module '{self._path}' of a graph would never be called: a graph runs operators, and no modules",
+            kind=ErrorKind.Unsupported,
+            remedy="register it on the model and capture again, on the whole graph, or on parameters",
+        )
+
+    register_forward_pre_hook = register_forward_hook = _refuse_hook
+    register_full_backward_pre_hook = register_full_backward_hook = register_backward_hook = _refuse_hook
+
+
 def put_state(module: nn.Module, state: list[tuple[str, int, Tensor, bool]]) -> list[tuple[dict, str, str, Tensor]]:
     """Makes an engine's state parameters and buffers of `module`, and modules for the dots of their names. Returns
     their slots. Names may come from a file: raises `plumb.Error` for what no module can have."""
@@ -120,11 +136,12 @@ def put_state(module: nn.Module, state: list[tuple[str, int, Tensor, bool]]) -> 
             continue
         owner = module
         *path, leaf = name.split(".")
-        for part in path:
+        for depth, part in enumerate(path, 1):
             if part in owner._parameters or part in owner._buffers:
                 raise Error(f"'{name}' is in '{part}', which is a tensor and not a module", kind=ErrorKind.BadFile)
             if part not in owner._modules:
-                owner._modules[part] = nn.Module()
+                owner._modules[part] = made = GraphPart()
+                made._path = ".".join(path[:depth])
             owner = owner._modules[part]
         for part in (*path, leaf):
             if not part or part in _ATTRIBUTES:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from capture_checks import Fn, check, refusal
+from plumb.pipelining import pipeline
 from torch import nn
 
 import plumb
@@ -353,6 +354,18 @@ def test_a_graph_goes_on_after_a_shallow_copy():
     m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True)
     assert torch.equal(shallow(x), model(x))
     assert torch.equal(m(x), 2 * model(x))
+
+
+def test_hooks_on_the_modules_of_a_graph_which_calls_none_are_refused():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), torch.randn(2, 4)
+    graph, stage = plumb.capture(model, x), pipeline(model, (x,)).get_stage_module(0)
+    for whole in (graph, copy.deepcopy(graph), stage):
+        for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+            with pytest.raises(plumb.Error, match=r"a hook on module '1\.0' of a graph would never be called"):
+                getattr(whole.get_submodule("1.0"), f"register_{kind}_hook")(lambda *_: None)
+        seen = []
+        whole.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        assert torch.equal(whole(x), model(x)) and seen
 
 
 def test_compiles_and_exports():
