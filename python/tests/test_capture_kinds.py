@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from capture_checks import Net, check, refusal
+from plumb.pipelining import pipeline
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -314,3 +315,27 @@ def test_a_custom_function_hears_which_gradients_are_needed_as_its_inputs_were_g
     graph = plumb.capture(model, x, plumb_verify=True)
     assert torch.equal(graph(x), model(x))
     unit_scale(model)(x).sum().backward()
+
+
+class Doubled(torch.Tensor):
+    """Overloads an operator."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result * 2 if function is torch.tanh else result
+
+
+class AsksTheClass(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x)) + isinstance(x, Doubled)
+
+
+def test_a_forward_is_captured_with_the_class_of_its_inputs():
+    torch.manual_seed(0)
+    model, x = AsksTheClass(4, 4), torch.randn(3, 4)
+    ours, tracked = x.as_subclass(Doubled), track_scales(model)
+    stage = pipeline(model, (ours,)).get_stage_module(0)
+    for run in (plumb.capture(model, ours), stage, tracked):
+        assert torch.equal(run(ours), model(ours).as_subclass(torch.Tensor))
+    assert torch.equal(tracked(x), model(x))

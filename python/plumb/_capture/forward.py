@@ -103,6 +103,14 @@ def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list
     return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
 
 
+def _class_of(x: Tensor) -> type | None:
+    """Returns the class of a tensor whose ``__torch_function__`` eager calls and that a forward may ask for; None of all others."""
+    cls = type(x)
+    if cls is Tensor or cls is nn.Parameter or cls.__torch_function__ is torch._C._disabled_torch_function_impl:
+        return None
+    return cls if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ else None
+
+
 class _Forward:
     """One forward to be captured, as the engine asks about it (``capture_python`` in bindings/capture.cpp)."""
 
@@ -117,6 +125,7 @@ class _Forward:
         self.asks_grad_mode: list[str] = []  # lines
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
+        self.classes = [_class_of(x) if isinstance(x, Tensor) else None for x in self.leaves]
         self.plain_inputs = [x for x in self.leaves if not isinstance(x, Tensor)]
         self.in_spec = _spec_json(self.spec, len(self.leaves))
         self.input_names = _input_names(self.run, args, kwargs)
@@ -136,6 +145,7 @@ class _Forward:
         for change in self.start_from:
             change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
+        given = [g if cls is None else g.as_subclass(cls) for g, cls in zip(given, self.classes)]
         args, kwargs = unflatten(given, self.spec)
         tables = input_tables(args, kwargs)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
@@ -339,7 +349,8 @@ def signature(leaves: list) -> tuple:
     """The facts about inputs that a graph is specialized to. A forward may ask for a layout, and an operator refuse it."""
     try:
         return tuple([
-            (x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride()) if isinstance(x, Tensor) else hashed(x)
+            (_class_of(x), x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride())
+            if isinstance(x, Tensor) else hashed(x)
             for x in leaves
         ])
     except RuntimeError:  # sparse and nested tensors have no strides, nested ones no sizes
