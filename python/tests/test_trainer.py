@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+import traceback
 import warnings
 
 import numpy as np
@@ -263,6 +264,15 @@ def test_an_interrupt_of_the_data_ends_the_training_as_one(folder):
 
     with pytest.raises(KeyboardInterrupt):
         plumb.Trainer(folder / "lm.pt2", batches(), **OPTIONS).run()
+
+
+def test_an_exception_of_the_data_is_the_cause_of_the_error(folder):
+    def batches():
+        yield from ()[0]
+
+    with pytest.raises(plumb.Error, match="IndexError: tuple index out of range") as error:
+        plumb.Trainer(folder / "lm.pt2", batches(), **OPTIONS).run()
+    assert "yield from ()[0]" in "".join(traceback.format_exception(error.value.__cause__))
 
 
 def test_wrong_use_names_what_is_wrong(folder):
