@@ -118,7 +118,7 @@ def mark(module: nn.Module) -> None:
         if sub is module or makes_weights or isinstance(sub, (*_WITHOUT_FACTOR, torch.jit.ScriptModule)):
             continue
         if next(sub.parameters(), None) is not None:
-            sub.register_forward_pre_hook(functools.partial(_refuse_alone, path))
+            nn.Module.register_forward_pre_hook(sub, functools.partial(_refuse_alone, path))  # a GraphPart refuses others
 
 
 def _drop(hooks: dict[int, Any], ours: Any) -> None:

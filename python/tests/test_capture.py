@@ -366,6 +366,7 @@ def test_hooks_on_the_modules_of_a_graph_which_calls_none_are_refused():
         seen = []
         whole.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         assert torch.equal(whole(x), model(x)) and seen
+        assert plumb.transforms.unit_scale(whole)(x).shape == (2, 4)  # which hooks parts itself
 
 
 def test_compiles_and_exports():
