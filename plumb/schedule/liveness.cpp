@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <set>
-#include <string>
-#include <tuple>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 namespace {
@@ -20,8 +19,7 @@ Lives find_lives(const std::vector<Action>& row, int rank, const std::set<int>& 
   Lives lives;
   const auto note = [&](int Life::*end, const Action& action, int position) {
     int& known = lives.try_emplace({action.stage, action.microbatch}, Life{kNone, kNone}).first->second.*end;
-    if (known != kNone)
-      throw Error(ErrorKind::Schedule, to_string(action) + " stands twice on rank " + std::to_string(rank));
+    if (known != kNone) throw Error(ErrorKind::Schedule, str(to_string(action), " stands twice on rank ", rank));
     known = position;
   };
   for (int i = 0; i < static_cast<int>(row.size()); ++i) {
@@ -32,22 +30,10 @@ Lives find_lives(const std::vector<Action>& row, int rank, const std::set<int>& 
   }
   for (const auto& [at, life] : lives) {
     if (life.forward != kNone && life.forward <= life.release) continue;
-    throw Error(ErrorKind::Schedule, "stage " + std::to_string(at.first) + ", microbatch " + std::to_string(at.second) +
-                                         " has no forward on rank " + std::to_string(rank) +
-                                         " with a backward after it that frees its activations");
+    throw Error(ErrorKind::Schedule, str("stage ", at.first, ", microbatch ", at.second, " has no forward on rank ",
+                                         rank, " with a backward after it that frees its activations"));
   }
   return lives;
-}
-
-// Makes all stages of a microbatch live from the first forward to the last release among them.
-void join_microbatches(Lives& lives) {
-  std::map<int, Life> whole;
-  for (const auto& [at, life] : lives) {
-    Life& joined = whole.try_emplace(at.second, life).first->second;
-    joined.forward = std::min(joined.forward, life.forward);
-    joined.release = std::max(joined.release, life.release);
-  }
-  for (auto& [at, life] : lives) life = whole.at(at.second);
 }
 
 }  // namespace
@@ -56,39 +42,37 @@ PipelineActivationLiveness analyze_pipeline_activation_liveness(const Schedule& 
                                                                 const std::vector<int>& stages,
                                                                 bool whole_microbatches) {
   if (rank < 0 || rank >= schedule.num_ranks()) {
-    throw Error(ErrorKind::InvalidArgument, "there is no rank " + std::to_string(rank) + " among " +
-                                                std::to_string(schedule.num_ranks()) + " ranks");
+    throw Error(ErrorKind::InvalidArgument, str("there is no rank ", rank, " among ", schedule.num_ranks(), " ranks"));
   }
   const std::set<int> wanted(stages.begin(), stages.end());
   if (wanted.empty() || wanted.size() != stages.size())
     throw Error(ErrorKind::InvalidArgument, "the stages are to be at least one, each given once");
   PipelineActivationLiveness found{find_lives(schedule.rows[rank], rank, wanted)};
   for (const int stage : wanted) {
-    if (std::ranges::none_of(found.lives, [stage](const auto& life) { return life.first.first == stage; })) {
-      throw Error(ErrorKind::Schedule,
-                  "stage " + std::to_string(stage) + " is not run on rank " + std::to_string(rank));
-    }
+    if (std::ranges::none_of(found.lives, [stage](const auto& life) { return life.first.first == stage; }))
+      throw Error(ErrorKind::Schedule, str("stage ", stage, " is not run on rank ", rank));
   }
-  if (whole_microbatches) join_microbatches(found.lives);
 
-  std::vector<std::tuple<int, int, std::pair<int, int>>> order;
-  for (const auto& [at, life] : found.lives) order.emplace_back(life.forward, life.release, at);
-  std::ranges::sort(order);
-  std::vector<int> free_after;      // by slot: the last position at which it is taken
-  std::map<int, int> microbatches;  // those that have a slot
-  for (const auto& [forward, release, at] : order) {
-    const auto known = whole_microbatches ? microbatches.find(at.second) : microbatches.end();
-    int slot = known == microbatches.end() ? kNone : known->second;
-    if (slot == kNone) {
-      const auto free = std::ranges::find_if(free_after, [&, start = forward](int end) { return end < start; });
-      slot = static_cast<int>(free - free_after.begin());
-      if (free == free_after.end()) free_after.push_back(0);
-      free_after[slot] = release;
-      if (whole_microbatches) microbatches.emplace(at.second, slot);
-    }
-    found.lives.at(at).slot = slot;
+  // Each activation for itself, or all of a microbatch from the first forward to the last release among them.
+  const auto group_of = [&](std::pair<int, int> at) { return whole_microbatches ? std::pair(-1, at.second) : at; };
+  Lives groups;
+  for (const auto& [at, life] : found.lives) {
+    Life& group = groups.try_emplace(group_of(at), life).first->second;
+    group.forward = std::min(group.forward, life.forward);
+    group.release = std::max(group.release, life.release);
   }
-  found.num_slots = static_cast<int>(free_after.size());
+  std::vector<Life*> order;
+  for (auto& [at, group] : groups) order.push_back(&group);
+  std::ranges::stable_sort(order, {}, [](const Life* life) { return std::pair(life->forward, life->release); });
+  std::vector<int> last_use;  // by slot
+  for (Life* life : order) {
+    const auto free = std::ranges::find_if(last_use, [&](int last) { return last < life->forward; });
+    life->slot = static_cast<int>(free - last_use.begin());
+    if (free == last_use.end()) last_use.push_back(0);
+    last_use[life->slot] = life->release;
+  }
+  for (auto& [at, life] : found.lives) life = groups.at(group_of(at));
+  found.num_slots = static_cast<int>(last_use.size());
   return found;
 }
 

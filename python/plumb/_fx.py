@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ._errors import Error
-from ._state import CONSTANT
+from ._state import constants_of
 
 # They measure and check when a compiled program runs, and nobody uses what they return.
 for _effect in ("track_traced", "guard_equal", "guard_check", "guard_value", "guard_value_read", "guard_size"):
@@ -148,7 +148,7 @@ def engine_to_fx(engine: Any, training: bool, lift_constants: bool = False) -> t
     and returns a flat tuple. They are inputs, not members, so that a tracer of the module sees them as the module's
     own."""
     root = nn.Module()
-    constants = {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
+    constants = constants_of(engine)
     graph = fx.Graph()
     env: dict[str, fx.Node | None] = {}
     names: list[str] = []

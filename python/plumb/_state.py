@@ -30,6 +30,11 @@ def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
     return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
 
 
+def constants_of(engine: Any) -> dict[str, Tensor]:
+    """Returns an engine's tensors that are neither parameters nor buffers."""
+    return {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
+
+
 def _check_name(name: str) -> None:
     """Raises `plumb.Error` for a name with a lone surrogate: no graph, file or checkpoint could hold it."""
     if not in_utf8(name):

@@ -41,8 +41,12 @@ OWN = ["ZBH1", "ZBH2", "VHalf", "VMin", "DualPipe"]
 
 
 def text(rows):
-    """Returns rows as texts, without idle entries and the waits that torch has from 2.15 on."""
-    return [[str(a) for a in row if a is not None and "WAIT" not in str(a)] for row in rows]
+    return [[str(a) for a in row if a is not None] for row in rows]
+
+
+def without_waits(rows):
+    """Returns rows of torch's without the waits that it has from 2.15 on."""
+    return [[a for a in row if "WAIT" not in a] for row in rows]
 
 
 def both(actions):
@@ -66,7 +70,7 @@ def test_tables_are_torchs(name, ranks, microbatches):
         with pytest.raises(ValueError):
             torch_visualizer.get_schedule_ops(theirs, ranks, microbatches)
     else:
-        expected = text(torch_visualizer.get_schedule_ops(theirs, ranks, microbatches))
+        expected = without_waits(text(torch_visualizer.get_schedule_ops(theirs, ranks, microbatches)))
         if name == "1F1B":
             # torch's last rank begins with microbatch 1 and never runs 0.
             assert f"{ranks - 1}F0" not in expected.pop() and f"{ranks - 1}F0" in computing(ours).pop()
@@ -143,7 +147,8 @@ def test_lowering_is_torchs(name):
     for rank in rows:
         unsharded = schedules._add_unshard_reshard(ours[rank], 2)
         assert text([unsharded]) == text([torchs._add_unshard_reshard(theirs[rank], 2)])
-        assert text([schedules._add_reduce_grad(ours[rank], 8)]) == text([torchs._add_reduce_grad(theirs[rank], 8)])
+        reduced = without_waits(text([torchs._add_reduce_grad(theirs[rank], 8)]))
+        assert text([schedules._add_reduce_grad(ours[rank], 8)]) == reduced
         assert text([schedules._merge_bw(ours[rank])]) == text([torchs._merge_bw(list(theirs[rank]))])
     lowered = schedules._add_send_recv(ours, mapping.__getitem__, stages)
     expected = torchs._add_send_recv(theirs, mapping.__getitem__, stages)

@@ -54,13 +54,19 @@ def gradients(module):
     return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
 
 
-def work(rank, size):
+def place(rank):
+    """Returns the mesh of two replicas of two stages, the rank's place in its pipeline, and its replica's half of the batch."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
     replica, index = divmod(rank, 2)
     x, target = batch(16)
     half = slice(8 * replica, 8 * replica + 8)
+    return mesh, index, x[half], target[half]
+
+
+def work(rank, size):
+    mesh, index, x, target = place(rank)
     found = {}
     for schedule, per_rank, how in CASES:
         count = 2 * per_rank
@@ -71,7 +77,7 @@ def work(rank, size):
         own = [PipelineStage(modules[s], s, count, "cpu", group=mesh["pipe"].get_group()) for s in mine]
         runner = get_schedule_class(schedule)(own[0] if per_rank == 1 else own, MICROBATCHES, MSE)
         for _ in range(STEPS):
-            runner.step(*([x[half]] if 0 in mine else []), target=target[half] if count - 1 in mine else None)
+            runner.step(*([x] if 0 in mine else []), target=target if count - 1 in mine else None)
         settled = {s: whole_backward(module) for s, module in modules.items()} if how == "layers and stage" else {}
         found[schedule, how] = {s: (gradients(module) if not settled else settled[s]) for s, module in modules.items()}
     return found
@@ -105,13 +111,9 @@ def test_sharded_stages_reduce_once_a_step_in_every_schedule(ended, case):
 
 
 def deferred_work(rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
-    replica, index = divmod(rank, 2)
-    x, target = batch(16)
-    half = slice(8 * replica, 8 * replica + 8)
+    mesh, index, x, target = place(rank)
     found = []
     for schedule, how in (("1F1B", "layers and stage"), ("ZBH1", "resharded after forward"), ("1F1B", "plain")):
         module = stages(2)[index]
@@ -120,7 +122,7 @@ def deferred_work(rank, size):
             PipelineStage(module, index, 2, "cpu", group=mesh["pipe"].get_group()), MICROBATCHES, MSE
         )
         for finalize in (False, True):
-            given = ([x[half]] if index == 0 else []), (target[half] if index == 1 else None)
+            given = ([x] if index == 0 else []), (target if index == 1 else None)
             runner.step(*given[0], target=given[1], finalize_gradients=finalize)
             reduced = [isinstance(p.grad, DTensor) for p in module.parameters()]
             assert reduced == [finalize and how != "plain"] * len(reduced)
@@ -141,13 +143,9 @@ def test_gradients_of_sharded_stages_are_reduced_when_a_step_finalizes_them():
 
 
 def half_precision_work(rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
-    replica, index = divmod(rank, 2)
-    x, target = batch(16)
-    half = slice(8 * replica, 8 * replica + 8)
+    mesh, index, x, target = place(rank)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     found = []
     for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -155,7 +153,7 @@ def half_precision_work(rank, size):
         own = [PipelineStage(m, s, 4, "cpu", group=mesh["pipe"].get_group()) for s, m in modules.items()]
         runner = get_schedule_class(schedule)(own, MICROBATCHES, MSE)
         for _ in range(STEPS):
-            runner.step(*([x[half]] if 0 in modules else []), target=target[half] if 3 in modules else None)
+            runner.step(*([x] if 0 in modules else []), target=target if 3 in modules else None)
         found.append([g for m in modules.values() for g in gradients(m)])
     return found
 
@@ -244,14 +242,10 @@ class Tied(nn.Module):
 
 
 def tied_work(rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
-    replica, index = divmod(rank, 2)
-    x, target = batch(16)
-    half = slice(8 * replica, 8 * replica + 8)
+    mesh, index, x, target = place(rank)
     found = []
     for how in ("replicated", "compiled", "sharded"):
         model = Tied()
@@ -266,7 +260,7 @@ def tied_work(rank, size):
             build_stage(module, index, pipe.info(), torch.device("cpu"), mesh["pipe"].get_group()), MICROBATCHES, MSE
         )
         try:
-            schedule.step(*([x[half]] if index == 0 else []), target=target[half] if index == 1 else None)
+            schedule.step(*([x] if index == 0 else []), target=target if index == 1 else None)
             state = schedule.gather_stage_states()
             pipe.merge_state_dict(state)
             found.append({name: p.grad for name, p in pipe.get_stage_module(index).named_parameters()})

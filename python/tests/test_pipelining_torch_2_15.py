@@ -98,11 +98,11 @@ def test_a_context_is_around_every_forward_of_a_stage(make):
     assert same(trained(net, runner, x, target=target), expected) and len(entered) == FOUR
 
 
-def test_a_context_that_takes_in_an_exception_is_named():
+def test_a_context_that_suppresses_an_exception_is_named():
     stages = by_hand(model())
     stages[0].register_forward_context(lambda info: contextlib.suppress(Exception))
     runner = get_schedule_class("Interleaved1F1B")(stages, FOUR, MSE)
-    with pytest.raises(plumb.Error, match="forward context of stage 0 took in an exception"):
+    with pytest.raises(plumb.Error, match="forward context of stage 0 suppressed an exception"):
         runner.step(torch.ones(16, 5), target=torch.ones(16, 8))
 
 
@@ -158,7 +158,7 @@ def test_lives_of_what_the_schedule_does_not_have_are_refused(given, text):
         )
 
 
-@pytest.mark.skipif(not hasattr(torch.distributed.pipelining, "PipelineStageInfo"), reason="a torch before 2.15")
+@pytest.mark.skipif(not hasattr(torch.distributed.pipelining, "PipelineStageInfo"), reason="torch before 2.15 has no such analysis")
 @pytest.mark.parametrize("granularity", ["microbatch", "stage_microbatch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_are_torchs(name, granularity):
@@ -200,5 +200,6 @@ def test_options_of_torch_are_taken():
     expected = trained(net, schedule(by_hand(net), FOUR, MSE), x, target=target)
     options = {"unshard_lookahead": "auto", "defer_reduce_grad_wait": True, "max_outstanding_sends": 2}
     assert same(trained(net, schedule(by_hand(net), FOUR, MSE, max_active_stages=1, **options), x, target=target), expected)
+    assert schedule(by_hand(net), FOUR, MSE, defer_pp_recv=True)._defer_pp_recv
     with pytest.raises(ValueError, match="max_active_stages"):
         schedule(by_hand(net), FOUR, MSE, max_active_stages=0)

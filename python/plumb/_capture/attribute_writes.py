@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from .._state import CONSTANT
+from .._state import constants_of
 from .._trees import PLAIN, holds_tensors
 from .attribute_reads import is_object, is_users_class
 from .guards import DEEPEST, MISSING, MOST
@@ -302,7 +302,7 @@ class ModuleStateGuard:
 
     def not_written_back(self, engine: Any) -> list[Change]:
         """Returns the changed slots of which the graph does not write the new tensors over the old ones: it reads none of these."""
-        read = {id(tensor) for _, kind, tensor, _ in engine.state() if kind == CONSTANT}
+        read = set(map(id, constants_of(engine).values()))
         return self.kept + [c for c in self.renewed if not any(id(t) in read for t in pytree.tree_leaves(c.before))]
 
     def refuse_new_parts(self) -> None:
@@ -476,7 +476,7 @@ class LeftTensors:
 
     def forget_state(self, engine: Any) -> None:
         """Leaves out tensors that the graph itself keeps from call to call."""
-        kept = {id(tensor) for _, kind, tensor, _ in engine.state() if kind == CONSTANT}
+        kept = set(map(id, constants_of(engine).values()))
         self._written = [w for w in self._written if not any(id(x) in kept for x in pytree.tree_leaves(w.before))]
         self.outputs = []
 

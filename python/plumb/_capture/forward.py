@@ -18,7 +18,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._exported import capture_dynamic
 from .._graph_module import GraphModule
-from .._state import BUFFER, CONSTANT, state_of
+from .._state import BUFFER, constants_of, state_of
 from .._trees import (
     PLAIN,
     children,
@@ -341,7 +341,7 @@ def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: An
     finally:
         for sub, training in modes:
             sub.training = training
-    constants = [[tensor for _, kind, tensor, _ in e.state() if kind == CONSTANT] for e in (engine, other)]
+    constants = [constants_of(e).values() for e in (engine, other)]
     return path_in_any_mode(engine) == path_in_any_mode(other) and all(map(torch.equal, *constants))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
-from .._state import CONSTANT
+from .._state import constants_of
 from .attribute_reads import caller_of_read
 from .attribute_writes import Change, same_objects
 from .cpython import running
@@ -124,7 +124,7 @@ def _reads_kept(kept: list[Change], again: Any, left: dict[str, Any]) -> bool:
     """Returns whether the call `again` reads tensors that the call before it left in slots that held none, as tables
     that are made once. `left`: what `again` left in such slots. Raises `plumb.Error` for tensors that every call makes
     anew, as a state is."""
-    read = {id(tensor) for _, kind, tensor, _ in again.state() if kind == CONSTANT}
+    read = set(map(id, constants_of(again).values()))
     used = [c for c in kept if any(id(t) in read for t in pytree.tree_leaves(c.now) if isinstance(t, Tensor))]
     for change in used:
         if change.computed or not same_objects(left.get(change.name), change.now):

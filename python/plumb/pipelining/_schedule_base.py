@@ -239,8 +239,8 @@ class _PipelineSchedule(CustomFunctions):
         return _C.measured_bubble(self._events())
 
     def _check_inputs(self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None) -> tuple[list, list]:
-        kinds = {"arg_mbs": tuple, "kwarg_mbs": dict}
-        for what, values in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+        given = (("arg_mbs", arg_mbs, tuple), ("kwarg_mbs", kwarg_mbs, dict), ("target_mbs", target_mbs, object))
+        for what, values, kind in given:
             if values is None:
                 continue
             if not isinstance(values, list):
@@ -248,7 +248,7 @@ class _PipelineSchedule(CustomFunctions):
             if len(values) != self._n_microbatches:
                 raise InvalidValue(f"Expecting {self._n_microbatches} {what}, one a microbatch, but got {len(values)}")
             for i, value in enumerate(values):
-                if (kind := kinds.get(what)) and not isinstance(value, kind):
+                if not isinstance(value, kind):
                     raise InvalidType(f"{what}[{i}] is a {type(value).__name__}, not a {kind.__name__}")
         if losses is not None and not isinstance(losses, list):
             raise InvalidType(f"losses must be a list, not a {type(losses).__name__}")

@@ -70,8 +70,8 @@ class _NamedSchedule(PipelineScheduleMulti):
     ):
         chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         options = (None, scale_grads, backward_requires_autograd)
-        self._defer_pp_recv = defer_pp_recv
-        super().__init__(stages, n_microbatches, loss_fn, *chunks, *options, max_active_stages=max_active_stages)
+        taken = {"defer_pp_recv": defer_pp_recv, "max_active_stages": max_active_stages}
+        super().__init__(stages, n_microbatches, loss_fn, *chunks, *options, **taken)
 
 
 class ScheduleGPipe(PipelineScheduleSingle):

@@ -142,7 +142,7 @@ class Sharded:
 
         for p in self._parameters():
             gathered = getattr(p, "_unsharded_param", None)  # none before the first forward
-            by_hand = hasattr(p, "accumulate_unsharded_grad_if_needed") and p.reduce_dtype is not None
+            by_hand = p.reduce_dtype is not None and hasattr(p, "accumulate_unsharded_grad_if_needed")
             if gathered is not None and by_hand and p not in self._hooks:
                 self._hooks[p] = gathered.register_post_accumulate_grad_hook(functools.partial(add, p))
 
@@ -263,7 +263,7 @@ class _PipelineStageBase(ChunkSteps):
             with context_factory(PipelineStageInfo(stage_index=self.stage_index, microbatch_index=microbatch)):
                 return forward()
             raise Error(
-                f"the forward context of stage {self.stage_index} took in an exception of the forward",
+                f"the forward context of stage {self.stage_index} suppressed an exception of the forward",
                 kind=ErrorKind.InvalidState,
                 remedy="let it go on: __exit__ returns False",
             )
