@@ -236,6 +236,15 @@ def test_messages_of_a_stages_own_are_refused():
         PipelineStage(nn.Linear(8, 8), 0, 1, "cpu").get_bwd_recv_ops(0)
 
 
+def test_a_backward_of_a_stages_own_that_the_engine_does_not_call_is_refused():
+    x, target = batch()
+    stage = PipelineStage(nn.Linear(8, 8), 0, 1, "cpu")
+    stage.backward_maybe_with_nosync = lambda *args, **kwargs: None
+    schedule = ScheduleGPipe(stage, MICROBATCHES, MSE)
+    with pytest.raises(plumb.Error, match="(?s)stage 0 has a backward of its own.*override backward_one_chunk"):
+        schedule.step(x, target=target)
+
+
 def test_functions_that_cannot_be_are_refused():
     schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
     with pytest.raises(ValueError, match="SEND_F"):

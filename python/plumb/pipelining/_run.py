@@ -66,6 +66,11 @@ def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> In
                 f"stage {stage.stage_index} makes messages of its own ({', '.join(own)}), and the engine sends and receives",
                 remedy="leave these methods out; values may have any shapes, and change from microbatch to microbatch",
             )
+        if hasattr(stage, "backward_maybe_with_nosync"):  # torch's stages have it, these do not
+            refused = InvalidSchedule(
+                f"stage {stage.stage_index} has a backward of its own (backward_maybe_with_nosync), which the engine does not call",
+                remedy="override backward_one_chunk; gradients of data parallel modules are reduced once a step",
+            )
     return refused
 
 
