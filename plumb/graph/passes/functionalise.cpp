@@ -63,16 +63,17 @@ Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
                 {base, piece, view.arg("dim"), view.arg("start"), view.arg("end"), view.arg("step")});
 }
 
-// Returns whether it takes what `in_place` takes, and writes to none of it.
+// Returns whether it takes what `in_place` takes, and writes to none of it. (dropout_ calls its input "self".)
 bool takes_the_same(const c10::FunctionSchema& pure, const c10::FunctionSchema& in_place) {
   const auto &a = in_place.arguments(), &b = pure.arguments();
   return pure.returns().size() == 1 &&
-         std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-           return x.name() == y.name() && *x.type() == *y.type() && y.alias_info() == nullptr;
+         std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](const auto& x, const auto& y) {
+           return (x.name() == y.name() || &x == &a[0]) && *x.type() == *y.type() && y.alias_info() == nullptr;
          });
 }
 
-std::optional<c10::OperatorHandle> pure_twin(const Node& node) {
+std::optional<c10::OperatorHandle> pure_twin(const Node& node, bool inexact) {
+  if (node.is_random() && !inexact) return std::nullopt;
   const std::string_view in_place = node.op_name();
   if (!in_place.ends_with('_') || !operator_facts(in_place.substr(0, in_place.size() - 1)).in_place_alike)
     return std::nullopt;
@@ -91,8 +92,8 @@ std::optional<c10::OperatorHandle> pure_twin(const Node& node) {
 
 class Functionaliser {
  public:
-  Functionaliser(Graph& graph, const State* state, std::vector<std::string>* report)
-      : graph_(graph), aliases_(graph, state), flow_(graph, aliases_, state), report_(report) {}
+  Functionaliser(Graph& graph, const State* state, std::vector<std::string>* report, bool inexact)
+      : graph_(graph), aliases_(graph, state), flow_(graph, aliases_, state), report_(report), inexact_(inexact) {}
 
   bool run() {
     survey();
@@ -197,7 +198,7 @@ class Functionaliser {
     if (!node->is_call() || aliases_.written(node).size() != 1)
       return refuse(a, *node, "it writes in a way that is not followed");
     const bool copy = node->target() == "aten::copy_";
-    if (!copy && !pure_twin(*node)) return refuse(a, *node, "it has no pure form with the same bits");
+    if (!copy && !pure_twin(*node, inexact_)) return refuse(a, *node, "it has no pure form with the same bits");
     Value* target = node->arg(0).is_value() ? node->arg(0).value() : nullptr;
     const auto written = node->written_inputs();
     if (!target || written.size() != 1 || written[0] != target || !a.root) {
@@ -354,7 +355,7 @@ class Functionaliser {
     } else {
       std::vector<Arg> args(node->args().begin(), node->args().end());
       args[0] = chain.back();
-      piece = adopt(graph_.call(*pure_twin(*node), std::move(args)), *node, rep->meta());
+      piece = adopt(graph_.call(*pure_twin(*node, inexact_), std::move(args)), *node, rep->meta());
       names_.emplace_back(piece, node->result()->name());
     }
     for (size_t i = views.size(); i-- > 0;) {
@@ -403,6 +404,7 @@ class Functionaliser {
   Aliases aliases_;
   GradientFlow flow_;
   std::vector<std::string>* report_;
+  bool inexact_;
   std::unordered_map<Memory, Area> areas_;
   std::unordered_map<const Value*, Area*> area_of_;
   std::unordered_map<const Value*, Origin> origins_;
@@ -425,12 +427,12 @@ const RegisterPass functionalise_pass({
 
 }  // namespace
 
-bool functionalise(Graph& graph, const State* state, std::vector<std::string>* report) {
+bool functionalise(Graph& graph, const State* state, std::vector<std::string>* report, bool inexact) {
   bool changed = false;
   // A rewritten write may have been the reason why another value carries a gradient: repeat until nothing changes.
   while (true) {
     std::vector<std::string> notes;
-    if (Functionaliser(graph, state, report ? &notes : nullptr).run()) {
+    if (Functionaliser(graph, state, report ? &notes : nullptr, inexact).run()) {
       changed = true;
       continue;
     }
@@ -439,8 +441,8 @@ bool functionalise(Graph& graph, const State* state, std::vector<std::string>* r
   }
 }
 
-bool functionalise(GraphModule& module, std::vector<std::string>* report) {
-  return functionalise(module.graph(), &module.state(), report);
+bool functionalise(GraphModule& module, std::vector<std::string>* report, bool inexact) {
+  return functionalise(module.graph(), &module.state(), report, inexact);
 }
 
 }  // namespace plumb

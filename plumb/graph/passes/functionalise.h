@@ -8,10 +8,11 @@
 // A memory is taken as a whole or left as it is. Left alone: inputs, parameters and buffers; writes through views that
 // have no inverse (transposes, reshapes that may or may not copy); writes whose pure form would have another dtype,
 // layout or backward (seen from the values' types: without types everything is left alone); random and metadata writes.
-// Outputs are the same bits. Gradients are the same numbers, but their layout may differ: eager gives the gradient of a
-// written memory the memory's strides; a pure view passes its gradient through, maybe transposed. A matrix product on
-// it then sums in another order, and its gradients may differ in the last places. All other gradients are the same
-// bits, except the sign of zeros.
+// `inexact` turns dropout, too: on a GPU its pure form draws other values. Outputs are the same bits otherwise.
+// Gradients are the same numbers, but their layout may differ: eager gives the gradient of a written memory the
+// memory's strides; a pure view passes its gradient through, maybe transposed. A matrix product on it then sums in
+// another order, and its gradients may differ in the last places. All other gradients are the same bits, except the
+// sign of zeros.
 #pragma once
 
 #include "plumb/graph/graph_module.h"
@@ -19,7 +20,8 @@
 namespace plumb {
 
 // Returns whether anything changed. The reason why a write was left alone goes to `report`.
-bool functionalise(GraphModule& module, std::vector<std::string>* report = nullptr);
-bool functionalise(Graph& graph, const State* state = nullptr, std::vector<std::string>* report = nullptr);
+bool functionalise(GraphModule& module, std::vector<std::string>* report = nullptr, bool inexact = false);
+bool functionalise(Graph& graph, const State* state = nullptr, std::vector<std::string>* report = nullptr,
+                   bool inexact = false);
 
 }  // namespace plumb

@@ -48,6 +48,22 @@ TEST(Functionalise, KnowsThePureOperatorByItsArguments) {
 })");
 }
 
+TEST(Functionalise, TurnsDropoutThatDrawsNothing) {
+  const std::string in_place = R"(graph {
+  %x: f32[4, 4] = placeholder "x"
+  %h: f32[4, 4] = aten::abs(%x)
+  %d: f32[4, 4] = aten::dropout_(%h, 0.5, )";
+  expect_rewrite("functionalise", in_place + "False) output(%d) }", R"(graph {
+  %x = placeholder "x"
+  %h = aten::abs(%x)
+  %d = aten::dropout(%h, 0.5, False)
+  output(%d)
+})");
+  Graph drawing = parse_graph(in_place + "True) output(%d) }");
+  EXPECT_FALSE(functionalise(drawing)) << "on a GPU its pure form draws other values";
+  EXPECT_TRUE(functionalise(drawing, nullptr, nullptr, true));
+}
+
 TEST(Functionalise, TurnsAWriteThroughAViewIntoAScatter) {
   // x[:, 0] += 1 as Python writes it.
   expect_rewrite("functionalise", R"(graph {

@@ -81,7 +81,7 @@ class UnitScaler {
   void prepare() {
     changed_ |= erase_identities(graph_);
     changed_ |= fuse_patterns(graph_, {.inexact = true});
-    changed_ |= functionalise(module_);
+    changed_ |= functionalise(module_, nullptr, true);
   }
 
   // --- stage 1

@@ -14,6 +14,7 @@
 namespace plumb {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 using namespace testing_unit_scale;
 
@@ -55,6 +56,14 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
       output(%c)
     })"))
       << "softmax lies on the branch, so its constraint stays";
+}
+
+TEST(UnitScale, ReplacesDropoutThatIsWrittenInPlace) {
+  // The classifiers of most image models write nn.Dropout(p, inplace=True).
+  EXPECT_THAT(after_scaling(R"(graph { %x: f32[4, 8] = placeholder "x" %h: f32[4, 8] = aten::neg(%x)
+      %d: f32[4, 8] = aten::dropout_(%h, 0.2, True) %y: f32[4, 8] = aten::mul.Tensor(%h, %d) output(%y) })",
+                            {}),
+              AllOf(HasSubstr("%d: f32[4, 8] = plumb::dropout(%h, 0.2)"), HasSubstr("aten::mul.Tensor(%d, %d)")));
 }
 
 TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
