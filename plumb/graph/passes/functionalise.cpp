@@ -109,12 +109,13 @@ class Functionaliser {
   // One written memory of the graph's own.
   struct Area {
     bool supported = true;
-    const Node* last_write = nullptr;
-    Value* root = nullptr;     // the one value that made the memory
-    Value* current = nullptr;  // what the root is now
-    uint32_t version = 0;      // writes turned so far
-    uint32_t scatters = 0;     // writes through views
-    std::vector<Node*> views;  // made before the last write
+    const Node *first_write = nullptr, *last_write = nullptr;
+    Value* root = nullptr;       // the one value that made the memory
+    Value* current = nullptr;    // what the root is now
+    uint32_t version = 0;        // writes turned so far
+    uint32_t scatters = 0;       // writes through views
+    std::vector<Node*> views;    // made before the last write
+    std::vector<Value*> values;  // surveyed so far
   };
   // How a value comes from another one of its memory.
   struct Origin {
@@ -139,6 +140,7 @@ class Functionaliser {
     for (const Node* node : graph_.nodes()) {
       for (Memory m : aliases_.written(node)) {
         Area& a = areas_[m];
+        if (!a.first_write) a.first_write = node;
         a.last_write = aliases_.last_write(m);
         if (aliases_.is_external(m)) refuse(a, *node, "it writes an input, parameter or buffer");
       }
@@ -154,6 +156,7 @@ class Functionaliser {
       area_of_[r] = &a;
       if (!a.supported || a.last_write->is_before(node)) continue;  // nothing is written after it was made
       survey_value(a, node, r);
+      a.values.push_back(r);
     }
     for (Memory m : aliases_.written(node)) {
       Area& a = areas_.at(m);
@@ -171,11 +174,13 @@ class Functionaliser {
     for (size_t i = 0; i < node->num_inputs(); ++i) {
       if (area(node->input(i)) == &a) parent = node->input(i), ++inside;
     }
-    if (inside == 0 || !node->result_aliases_input()) {
-      if (a.root) return refuse(a, *node, "its memory may be that of %" + a.root->name() + " or not");
+    if (!a.root || begins_anew(a, node, r)) {
       a.root = a.current = r;
+      a.views.clear();
       return;
     }
+    if (inside == 0 || !node->result_aliases_input())
+      return refuse(a, *node, "its memory may be that of %" + a.root->name() + " or not");
     if (!aliases_.written(node).empty()) {
       // A write's result is the tensor it wrote, its first argument; survey_write looks at the rest.
       if (!node->is_call() || !node->arg(0).is_value() || area(node->arg(0).value()) != &a) {
@@ -192,6 +197,16 @@ class Functionaliser {
     origins_[r] = {node, parent};
     if (path(r).size() > kMaxViewDepth) return refuse(a, *node, "views of views too deep");
     if (r->result_index() == 0) a.views.push_back(node);
+  }
+
+  // Returns whether only `r` sees what is written: `node`, which may be a view or not (a flatten), is the last to use
+  // any older value of this memory.
+  bool begins_anew(const Area& a, const Node* node, const Value* r) const {
+    if (!node->is_before(a.first_write) || is_plain_view(*node) || r->result_index() != 0) return false;
+    const auto is_used_later = [&](const Value* v) {
+      return std::any_of(v->uses().begin(), v->uses().end(), [&](const Use& use) { return node->is_before(use.user); });
+    };
+    return std::none_of(a.values.begin(), a.values.end(), is_used_later);
   }
 
   void survey_write(Area& a, Node* node) {

@@ -64,6 +64,25 @@ TEST(Functionalise, TurnsDropoutThatDrawsNothing) {
   EXPECT_TRUE(functionalise(drawing, nullptr, nullptr, true));
 }
 
+TEST(Functionalise, TurnsAWriteToWhatMayBeAViewOfAValueUsedNoMore) {
+  const std::string until_write = R"(graph {
+  %x: f32[4, 4, 1] = placeholder "x"
+  %h: f32[4, 4, 1] = aten::abs(%x)
+  %f: f32[4, 4] = aten::flatten.using_ints(%h, 1)
+  %r: f32[4, 4] = aten::relu_(%f)
+)";
+  expect_rewrite("functionalise", until_write + "%y: f32[4, 4] = aten::mul.Tensor(%f, %r) output(%y) }", R"(graph {
+  %x = placeholder "x"
+  %h = aten::abs(%x)
+  %f = aten::flatten.using_ints(%h, 1)
+  %r = aten::relu(%f)
+  %y = aten::mul.Tensor(%r, %r)
+  output(%y)
+})");
+  Graph seen = parse_graph(until_write + "output(%r, %h) }");
+  EXPECT_FALSE(functionalise(seen)) << "the caller sees what is written";
+}
+
 TEST(Functionalise, TurnsAWriteThroughAViewIntoAScatter) {
   // x[:, 0] += 1 as Python writes it.
   expect_rewrite("functionalise", R"(graph {
