@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,9 @@ struct TensorMeta {
 
 // Strides of a dense row-major tensor of these sizes.
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes);
+
+// Returns the dimensions from the largest stride to the smallest; none if the strides are not those of dense memory.
+std::optional<std::vector<int64_t>> memory_order(const TensorMeta& type);
 
 // One level of the path of modules that a node was called in, outermost first.
 struct ModuleFrame {

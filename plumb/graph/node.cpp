@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 #include <functional>
+#include <numeric>
 #include <string_view>
 
 #include "plumb/core/error.h"
@@ -282,6 +283,22 @@ TensorMeta TensorMeta::of(const at::Tensor& tensor) {
 int64_t TensorMeta::numel() const { return c10::multiply_integers(sizes); }
 
 bool TensorMeta::is_contiguous() const { return strides == contiguous_strides(sizes); }
+
+std::optional<std::vector<int64_t>> memory_order(const TensorMeta& type) {
+  if (!type.symbols.empty() || type.strides.size() != type.sizes.size()) return std::nullopt;
+  std::vector<int64_t> order(type.sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return type.strides[static_cast<size_t>(a)] > type.strides[static_cast<size_t>(b)];
+  });
+  int64_t stride = 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    const auto d = static_cast<size_t>(order[i]);
+    if (type.sizes[d] != 1 && type.strides[d] != stride) return std::nullopt;
+    stride *= type.sizes[d];
+  }
+  return order;
+}
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);

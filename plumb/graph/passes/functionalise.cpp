@@ -90,6 +90,12 @@ std::optional<c10::OperatorHandle> pure_twin(const Node& node, bool inexact) {
   return std::nullopt;
 }
 
+// Returns whether a pure operator gives its result the memory layout of its first argument, as operators of each
+// element do for dense memory. (masked_fill is tagged as one and copies to rows.)
+bool keeps_layout(const c10::OperatorHandle& pure, const TensorMeta& first) {
+  return pure.hasTag(at::Tag::pointwise) && pure.schema().name() != "aten::masked_fill" && memory_order(first);
+}
+
 class Functionaliser {
  public:
   Functionaliser(Graph& graph, const State* state, std::vector<std::string>* report, bool inexact)
@@ -212,8 +218,9 @@ class Functionaliser {
   void survey_write(Area& a, Node* node) {
     if (!node->is_call() || aliases_.written(node).size() != 1)
       return refuse(a, *node, "it writes in a way that is not followed");
+    const auto pure = pure_twin(*node, inexact_);
     const bool copy = node->target() == "aten::copy_";
-    if (!copy && !pure_twin(*node, inexact_)) return refuse(a, *node, "it has no pure form with the same bits");
+    if (!copy && !pure) return refuse(a, *node, "it has no pure form with the same bits");
     Value* target = node->arg(0).is_value() ? node->arg(0).value() : nullptr;
     const auto written = node->written_inputs();
     if (!target || written.size() != 1 || written[0] != target || !a.root) {
@@ -234,7 +241,8 @@ class Functionaliser {
         (scatters || (copy && rep == a.root && flow_.may_require_grad(rep)))) {
       return refuse(a, *node, "torch has no gradient of slice_scatter and select_scatter for complex values");
     }
-    if (!a.root->meta()->is_contiguous()) return refuse(a, *node, "it writes memory that is not contiguous");
+    const bool whole = rep == a.root && pure && keeps_layout(*pure, *rep->meta());
+    if (!a.root->meta()->is_contiguous() && !whole) return refuse(a, *node, "it writes memory that is not contiguous");
     if (!node->meta().grad_enabled && flow_.may_require_grad(target)) {
       return refuse(a, *node, "it writes without gradients what has some");
     }

@@ -83,6 +83,27 @@ TEST(Functionalise, TurnsAWriteToWhatMayBeAViewOfAValueUsedNoMore) {
   EXPECT_FALSE(functionalise(seen)) << "the caller sees what is written";
 }
 
+TEST(Functionalise, TurnsAWriteToChannelsLastMemoryWhosePureFormKeepsThem) {
+  // A residual add of ConvNeXt, whose linear layers make channels last.
+  const auto with_write = [](const std::string& call) {
+    return R"(graph {
+  %x: f32[2, 3, 4] = placeholder "x"
+  %p: f32[2, 3, 4]{12, 1, 3} = aten::abs(%x)
+  %m: b8[2, 3, 4] = aten::gt.Scalar(%x, 0)
+  %r: f32[2, 3, 4]{12, 1, 3} = )" +
+           call + " output(%r, %m) }";
+  };
+  expect_rewrite("functionalise", with_write("aten::add_.Tensor(%p, %x)"), R"(graph {
+  %x = placeholder "x"
+  %p = aten::abs(%x)
+  %m = aten::gt.Scalar(%x, 0)
+  %r = aten::add.Tensor(%p, %x)
+  output(%r, %m)
+})");
+  for (const char* other : {"aten::masked_fill_.Scalar(%p, %m, 0)", "aten::tril_(%p)"})
+    expect_unchanged("functionalise", with_write(other));
+}
+
 TEST(Functionalise, TurnsAWriteThroughAViewIntoAScatter) {
   // x[:, 0] += 1 as Python writes it.
   expect_rewrite("functionalise", R"(graph {

@@ -1,8 +1,6 @@
 #include "plumb/graph/passes/layouts.h"
 
 #include <algorithm>
-#include <numeric>
-#include <optional>
 #include <unordered_set>
 
 #include "plumb/graph/aliases.h"
@@ -14,23 +12,6 @@ namespace {
 std::string_view base_name(const Node* node) {
   const std::string_view name = node->op_name();
   return name.substr(name.rfind(':') + 1);
-}
-
-// Returns the dimensions from the largest stride to the smallest; none if the strides are not those of dense memory.
-std::optional<std::vector<int64_t>> memory_order(const TensorMeta& type) {
-  if (!type.symbols.empty() || type.strides.size() != type.sizes.size()) return std::nullopt;
-  std::vector<int64_t> order(type.sizes.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return type.strides[static_cast<size_t>(a)] > type.strides[static_cast<size_t>(b)];
-  });
-  int64_t stride = 1;
-  for (size_t i = order.size(); i-- > 0;) {
-    const auto d = static_cast<size_t>(order[i]);
-    if (type.sizes[d] != 1 && type.strides[d] != stride) return std::nullopt;
-    stride *= type.sizes[d];
-  }
-  return order;
 }
 
 bool is_origin(const Node* node) {
