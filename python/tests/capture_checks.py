@@ -1,12 +1,15 @@
 """Shared by the tests of capture: a capture held against eager bit for bit, its refusals, models of one function."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import plumb
+
+needs_positions = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10's bytecode does not say what a call's text is")
 
 
 def tensors(tree):

@@ -21,6 +21,8 @@ SMALL = dict(
     num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, max_position_embeddings=64,
 )  # fmt: skip
 
+# The last transformers for Python 3.10 (5.20) refuses attention of a package that is not there by itself.
+REFUSES_KERNELS = sys.version_info < (3, 11)
 # Both versions that folders are read with: the one that is installed, and one in a folder of its own.
 OTHER = os.environ.get("PLUMB_OTHER_TRANSFORMERS", "")
 VERSIONS = [
@@ -160,8 +162,9 @@ def test_no_type_of_model_runs_code_or_fetches_what_its_config_names(which, othe
     assert not (tmp_path / "ran").exists(), "code of a folder was run"
     assert not (tmp_path / "connected").exists(), (tmp_path / "connected").read_text()
     assert not (tmp_path / "fetched").exists(), (tmp_path / "fetched").read_text()
-    assert which == "names" or found["kernels"] > 50 // every, found
-    assert found["tried"] > 800 // every and found["refused"] > 20 // every, found
+    asks = 0 if REFUSES_KERNELS else 50 // every
+    assert which == "names" or found["kernels"] >= asks, found
+    assert found["tried"] > 800 // every and found["refused"] > min(20 // every, asks), found
     assert which == "guard" or found["refused"] == found["tried"], found
 
 
@@ -189,7 +192,8 @@ def test_attention_of_a_package_that_is_not_there_is_not_fetched_from_the_hub_in
     said = run_python(IMPORT, [], tmp_path, other)
     assert not (tmp_path / "fetched").exists(), (tmp_path / "fetched").read_text()
     if said or not other:  # 4.57 builds the model with the attention that is there
-        assert "a kernel, 'kernels-community/flash-attn" in said and "nothing is fetched" in said, said
+        own = REFUSES_KERNELS and "the package for FlashAttention2 doesn't seem to be installed" in said
+        assert own or ("a kernel, 'kernels-community/flash-attn" in said and "nothing is fetched" in said), said
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,8 @@ def test_a_stage_called_by_hand_goes_into_the_engine_twice():
             first(x)
         finally:
             sys.setprofile(None)
-        assert calls == ["unchanged", "run_by_hand"] and model is not None
+        methods = ["run_by_hand"] if sys.version_info >= (3, 11) else []  # Python 3.10 tells a profile of functions alone
+        assert calls == ["unchanged", *methods] and model is not None
 
 
 def test_autocast_around_the_cut_is_in_graphs_for_other_sizes():

@@ -10,6 +10,7 @@ import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_checks import needs_positions
 from plumb.transforms.utils import apply_transform
 from torch import fx, nn
 
@@ -147,6 +148,7 @@ def test_equal_scales_are_pruned_with_infinities_too_and_logged(graph, caplog):
     assert named(pruned)["softmax"].args == (named(pruned)["masked"], -1)
 
 
+@needs_positions
 def test_users_take_all_inputs_of_a_selected_node(graph, caplog):
     with caplog.at_level("INFO", logger="plumb.transforms"):
         pruned = prune_selected_nodes(graph, [operator.add, F.gelu])
@@ -192,6 +194,7 @@ def test_module_classes_are_known_in_torchs_own_graphs():
         assert len(left.nodes) == len(graph.nodes) - 1 and not {"_0", "layer_norm"} & set(named(left))
 
 
+@needs_positions
 def test_graphs_are_copied_and_pickled(graph):
     for again in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
         assert str(again) == str(graph) and again._repr_html_().count("<tr>") == len(graph.nodes) + 1
@@ -299,6 +302,7 @@ def test_a_functions_gradient_is_written_into_a_nodes_meta():
         assert torch.equal(ScaleTrackingAutogradFunction.apply(x, {}).mul_(2), 2 * x) and torch.equal(x, torch.ones(3))
 
 
+@needs_positions
 def test_tracking_is_a_backend():
     torch.manual_seed(0)
     torch._dynamo.reset()

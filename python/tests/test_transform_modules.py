@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from capture_checks import needs_positions
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transform_models import Branches
@@ -288,6 +289,7 @@ def test_graphs_are_kept_up_to_a_number():
 # --- what a graph is called by
 
 
+@needs_positions
 def test_nodes_are_named_after_variables_and_functions():
     class Model(nn.Module):
         def __init__(self):

@@ -6,6 +6,7 @@ import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_checks import needs_positions
 from torch import nn
 
 import plumb
@@ -109,6 +110,7 @@ def test_replaces_pythons_operators(key):
     assert [(e["from"], e["to"].rpartition(".")[2]) for e in entries(model, "replaced")] == [(key.__name__, "new")]
 
 
+@needs_positions
 @pytest.mark.parametrize(
     "keys, call",
     [
