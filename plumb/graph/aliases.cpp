@@ -206,6 +206,16 @@ void collect_values(const Arg& arg, std::vector<Value*>& out) {
   }
 }
 
+std::vector<const Attr*> written_state(const Graph& graph, const State& state) {
+  const Aliases aliases(graph, &state);
+  std::vector<const Attr*> written;
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::GetAttr && aliases.is_written(aliases.memory(node->result())))
+      written.push_back(&state.get(node->target()));
+  }
+  return written;
+}
+
 bool looks_at_shape_only(const Node& node) {
   if (!node.is_call()) return false;
   const std::string_view name = node.op_name();

@@ -94,6 +94,10 @@ class UninitialisedMemory {
   std::unordered_map<const Value*, bool> written_;       // by result
 };
 
+// Returns the entries of the state that the graph writes, one a node that reads them: running statistics, the table of
+// an embedding that keeps its rows below a norm.
+std::vector<const Attr*> written_state(const Graph& graph, const State& state);
+
 // Returns whether the node takes the sizes, the dtype or the device of its inputs and no value of theirs.
 bool looks_at_shape_only(const Node& node);
 

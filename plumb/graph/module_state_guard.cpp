@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "plumb/graph/aliases.h"
+
 namespace plumb {
 namespace {
 
@@ -136,7 +138,10 @@ bool ModuleStateGuard::was_not_written(const at::Tensor& tensor) {
   return true;
 }
 
-void ModuleStateGuard::keep_buffers(const State& state) {
+void ModuleStateGuard::keep_written(const Graph& graph, const State& state) {
+  for (const Attr* attr : written_state(graph, state)) {
+    if (attr->tensor.defined() && attr->tensor.has_storage()) before_write(attr->tensor);
+  }
   for (const Attr& attr : state) {
     if (attr.kind == AttrKind::Buffer && attr.tensor.defined() && attr.tensor.has_storage()) before_write(attr.tensor);
   }

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "plumb/graph/graph.h"
 #include "plumb/graph/state.h"
 
 namespace plumb {
@@ -29,8 +30,9 @@ class ModuleStateGuard {
   // Takes a before_write() back if the tensor was not written after all. Returns whether its contents are those of
   // then.
   bool was_not_written(const at::Tensor& tensor);
-  // Calls before_write() for all buffers, where nobody watches what the run writes.
-  void keep_buffers(const State& state);
+  // Calls before_write() for all buffers and for what the graph writes besides, where nobody watches what the run
+  // writes.
+  void keep_written(const Graph& graph, const State& state);
   // Puts contents, and random state, back before the end. The run may go on.
   void put_contents_back();
   void put_generators_back();

@@ -74,6 +74,25 @@ TEST(ModuleStateGuard, ForgetsWhatWasNotWrittenAfterAll) {
   EXPECT_TRUE(at::equal(b, at::zeros({4})));
 }
 
+TEST(ModuleStateGuard, PutsBackParametersThatTheGraphWrites) {
+  const at::Tensor w = at::ones({2}), b = at::zeros({2});
+  const State state = state_with(w, b);
+  const Graph graph = parse_graph(R"(graph {
+    %w: f32[2] = get_attr "w"
+    %added: f32[2] = aten::add_.Scalar(%w, 1)
+    output(%added)
+  })");
+  {
+    ModuleStateGuard guard(state, {});
+    guard.keep_written(graph, state);
+    EXPECT_TRUE(guard.was_written(0));
+    w.fill_(7);
+    b.fill_(7);  // by a function that the graph cannot look into
+  }
+  EXPECT_TRUE(at::equal(w, at::ones({2})));
+  EXPECT_TRUE(at::equal(b, at::zeros({2})));
+}
+
 TEST(ModuleStateGuard, WatchesATiedTensorUnderItsFirstName) {
   const at::Tensor tied = at::ones({2});
   ModuleStateGuard guard(state_with(tied, tied), {});
@@ -114,7 +133,7 @@ TEST(ModuleStateGuard, PutsBuffersAndRandomStateBackAsOftenAsAsked) {
   const at::Tensor w = at::ones({2}), b = at::zeros({4});
   const State state = state_with(w, b);
   ModuleStateGuard guard(state, {});
-  guard.keep_buffers(state);
+  guard.keep_written(Graph(), state);
   const at::Tensor drawn = at::rand({2});
   for (int run = 0; run < 2; ++run) {
     b.fill_(7);

@@ -81,7 +81,7 @@ void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModu
     throw Error(ErrorKind::InvalidArgument, "ModuleDiff::run() has no function", "", "give one that runs the graph");
   const at::AutoGradMode with_gradients(true);
   ModuleStateGuard guard(module.state(), {});
-  guard.keep_buffers(module.state());
+  guard.keep_written(module.graph(), module.state());
   std::vector<at::Generator> generators = guard.generators();
   for (at::Generator& generator : generators) {
     const std::lock_guard lock(generator.mutex());

@@ -148,6 +148,13 @@ def test_modules_keep_buffers_and_draw_the_same_numbers():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_modules_keep_the_weights_that_their_forwards_write():
+    model, ids = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4)), torch.arange(8)
+    before = copy.deepcopy(model.state_dict())
+    assert plumb.diff(model, model, ids).equal
+    assert torch.equal(model[0].weight, before["0.weight"])
+
+
 class Cache(nn.Module):
     def __init__(self):
         super().__init__()

@@ -2,6 +2,10 @@
 
 import layout_runs
 import pytest
+import torch
+from torch import nn
+
+import plumb
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,23 @@ def test_a_run_goes_on_in_another_layout_with_the_bits_of_one_that_nobody_killed
     assert layout_runs.go_on(run, before, losses, wanted, second, "killed") == (0, 0, 0)
     other = {name: value + 1 for name, value in wanted[1].items()}
     assert layout_runs.differing_bits(other, wanted[1]) > 0 and layout_runs.differing_bits({}, losses) >= 8
+
+
+def test_weights_that_a_forward_writes_are_the_same_in_every_layout(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 16))
+    plumb.save_pt2(plumb.capture(net, torch.zeros(4, 3, dtype=torch.long)), tmp_path / "net.pt2")
+    for name in ("x.pt", "y.pt"):
+        torch.save(torch.randint(16, (64, 3)), tmp_path / name)
+    layouts = {
+        "one": ["--microbatches", "4"],
+        "replicas": ["--microbatches", "2", "--data-parallel", "2"],
+        "audited": ["--microbatches", "4", "--stages", "2", "--audit", "--audit-every", "1", "--max-restarts", "1"],
+        "evaluated": ["--microbatches", "4", "--eval-data", "x.pt", "--eval-targets", "y.pt", "--eval-every", "1"],
+    }
+    common = "train net.pt2 --data x.pt --targets y.pt --threads 1 --lr 0.1 --steps 5 --gradient-groups 2 --json".split()
+    weights = {}
+    for name, layout in layouts.items():
+        layout_runs.run([*common, *layout, "--save", name + ".pt2"], tmp_path)
+        weights[name] = plumb.load_pt2(tmp_path / (name + ".pt2")).state_dict()
+        assert plumb.diff(weights["one"], weights[name]).equal, name

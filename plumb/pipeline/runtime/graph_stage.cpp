@@ -151,14 +151,10 @@ std::optional<at::Device> GraphStage::device() const {
   return std::nullopt;
 }
 
-std::vector<NamedTensor> GraphStage::written_buffers() const {
-  const State& state = module_->state();
-  const Aliases aliases(module_->graph(), &state);
+std::vector<NamedTensor> GraphStage::written_state() const {
   std::vector<NamedTensor> written;
-  for (const Node* node : module_->graph().nodes()) {
-    if (node->kind() != NodeKind::GetAttr || !aliases.is_written(aliases.memory(node->result()))) continue;
-    const Attr& attr = state.get(node->target());
-    if (attr.kind == AttrKind::Buffer) written.push_back({attr.name, attr.tensor});
+  for (const Attr* attr : plumb::written_state(module_->graph(), module_->state())) {
+    if (attr->kind != AttrKind::Constant) written.push_back({attr->name, attr->tensor});
   }
   return written;
 }

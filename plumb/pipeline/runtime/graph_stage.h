@@ -31,7 +31,7 @@ class GraphStage : public StageFunction {
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
   std::vector<NamedTensor> parameters() const override;
   std::optional<at::Device> device() const override;
-  std::vector<NamedTensor> written_buffers() const override;
+  std::vector<NamedTensor> written_state() const override;
   const std::shared_ptr<GraphModule>& module() const { return module_; }
 
   // Returns the graph for these sizes of the model's inputs; none: as they were cut. Throws what

@@ -47,8 +47,9 @@ class StageFunction {
     const auto own = parameters();
     return own.empty() || !own.front().tensor.defined() ? std::nullopt : std::optional(own.front().tensor.device());
   }
-  // Buffers that forwards write (running statistics). Asked for at the start, and for each microbatch that is audited.
-  virtual std::vector<NamedTensor> written_buffers() const { return {}; }
+  // Buffers and parameters that forwards write (running statistics, rows that an embedding shortens). Asked for at the
+  // start, and for each microbatch that is audited.
+  virtual std::vector<NamedTensor> written_state() const { return {}; }
   // Returns whether the stage does a part of its weight gradients by itself: the runtime then runs autograd's whole
   // backward in the place of the input half, asks for the work right after it, and does it in the place of the weight
   // half.

@@ -69,14 +69,15 @@ void drop_gradients(const Pipe& pipe) {
   for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
 }
 
-// Drops the gradients of a pipe's stages, and puts them, the buffers and the random state back at the end of its scope.
+// Drops the gradients of a pipe's stages. At the end of its scope these, what forwards write and the random state are
+// as before.
 class PipeStateGuard {
  public:
   explicit PipeStateGuard(const Pipe& pipe) {
     for (int s = 0; s < pipe.num_stages(); s++) {
-      const State& state = pipe.stage(s)->state();
-      guards_.push_back(std::make_unique<ModuleStateGuard>(state, std::vector<c10::IValue>()));
-      guards_.back()->keep_buffers(state);
+      const GraphModule& stage = *pipe.stage(s);
+      guards_.push_back(std::make_unique<ModuleStateGuard>(stage.state(), std::vector<c10::IValue>()));
+      guards_.back()->keep_written(stage.graph(), stage.state());
     }
     drop_gradients(pipe);
   }

@@ -18,9 +18,10 @@
 
 namespace plumb {
 
-// Buffers that forwards and backwards write (running statistics, scales), by groups of microbatches. Each group of a
-// step begins with the buffers as they were before the step. At its end they are the mean over all groups, summed in a
-// binary tree; whole numbers are those of the first group. So they do not depend on the spread of groups over replicas.
+// Buffers that forwards and backwards write (running statistics, scales), and parameters that forwards write, by groups
+// of microbatches. Each group of a step begins with them as they were before the step. At its end they are the mean
+// over all groups, summed in a binary tree; whole numbers are those of the first group. So they do not depend on the
+// spread of groups over replicas.
 class GroupBuffers {
  public:
   // Buffers of one stage; `groups` of its `microbatches`, each of equally many.

@@ -120,7 +120,7 @@ StepRunner::StepRunner(PipeTable layout, const Schedule& schedule,
   for (auto& [index, local] : runner_.stages) {
     local.gradients = make_accumulator(index, shared_indices[index]);
     if (groups * setup_.options.replicas.size() == 1 && !other_rank_of(index)) continue;
-    buffers[index] = local.function->written_buffers();
+    buffers[index] = local.function->written_state();
     local.buffers = std::make_unique<GroupBuffers>(buffers[index], groups, setup_.schedule.num_microbatches);
   }
   train_plan_ = plan_run(schedule, setup_.wiring, setup_.rank, shared_.copy_peers, setup_.options.hooks);

@@ -35,7 +35,7 @@ class AuditedStage : public GraphStage {
 
   struct Seen {
     Tensors inputs, output_grads;
-    NamedTensors buffers;             // those that a forward writes, as microbatches before this one had left them
+    NamedTensors buffers;             // state that a forward writes, as microbatches before this one had left it
     std::vector<bool> requires_grad;  // inputs
     RunRows rows;
     std::vector<std::pair<std::string, uint64_t>> hashes;  // by name, in the graph's order
@@ -110,6 +110,7 @@ class Auditor {
   std::unique_ptr<Transport> transport_;  // null: only 1. is done
   std::string left_out_;
   std::vector<std::pair<std::string, uint64_t>> written_;
+  std::set<const c10::TensorImpl*> changing_;  // parameters that forwards write
   int64_t now_ = 0, period_;
   size_t gap_ = 0;                                // number of actions before it
   std::optional<AuditChoice> watched_, audited_;  // choices of this step, and of the one before, audited in this one

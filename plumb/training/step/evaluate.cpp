@@ -1,11 +1,12 @@
 #include "plumb/training/step/evaluate.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 
+#include "plumb/graph/module_state_guard.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/stages.h"
@@ -85,17 +86,12 @@ Batch Evaluator::unit(int64_t number) const {
 }
 
 Evaluation Evaluator::run() {
-  // Batch norm counts its calls: buffers of this rank's stages are put back.
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept;
+  // Batch norm counts its calls, an embedding may shorten its rows: what this rank's stages write is put back.
+  std::vector<std::unique_ptr<ModuleStateGuard>> guards;
   for (const auto& module : modules_) {
-    for (const Attr& attr : module->state()) {
-      if (attr.kind == AttrKind::Buffer) kept.emplace_back(attr.tensor.detach(), attr.tensor.detach().clone());
-    }
+    guards.push_back(std::make_unique<ModuleStateGuard>(module->state(), std::vector<c10::IValue>()));
+    guards.back()->keep_written(module->graph(), module->state());
   }
-  const auto put_back = c10::make_scope_exit([&] {
-    at::NoGradGuard no_grad;
-    for (auto& [tensor, value] : kept) tensor.copy_(value);
-  });
   const auto together = static_cast<int64_t>(job_.schedule.num_microbatches);
   const int64_t calls = (units_ + together - 1) / together;
   const int last = job_.schedule.placement.rank_of(job_.schedule.num_stages() - 1, 0);

@@ -105,7 +105,7 @@ class MeasuredBatch {
   MeasuredBatch(const std::shared_ptr<GraphModule>& module, const Verdict::Parts& parts, uint64_t seed,
                 VerdictReport& report)
       : module_(module), parts_(parts), seed_(seed), report_(report), before_(module->state(), {}) {
-    before_.keep_buffers(module->state());
+    before_.keep_written(module->graph(), module->state());
     plain_ = full_gradient(*module_);
   }
 
