@@ -147,6 +147,23 @@ void check_next_call(const CaptureRequest& request, const CaptureOptions& option
   first.notes.push_back(what + ": a run of the graph does not");
 }
 
+// A forward may ask for its training mode itself, and take another path in the other one.
+void check_other_mode(const CaptureRequest& request, const CaptureOptions& options, CaptureMode mode,
+                      GraphModule& module) {
+  if (!request.other_mode || depends_on_mode(module.graph(), module.is_training())) return;
+  CaptureRequest other = request;
+  other.call = [&](const std::vector<c10::IValue>& inputs, TreeSpec& out_spec) {
+    request.other_mode();
+    return request.call(inputs, out_spec);
+  };
+  std::optional<std::string> from = "";
+  try {
+    from = difference_of(module.graph(), capture_in_modes(other, options, mode).module->graph());
+  } catch (const std::exception&) {  // it cannot be captured there
+  }
+  if (from) module.set_mode_read_at("its path in the other mode is another one" + *from);
+}
+
 }  // namespace
 
 void push_module(std::string path, std::string type) {
@@ -287,6 +304,7 @@ std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const Captur
   CaptureMode mode = first_mode(allowed_modes(request, options), request.control_values.has_value());
   OneCapture first = capture_in_modes(request, options, mode);
   check_next_call(request, options, mode, first);
+  check_other_mode(request, options, mode, *first.module);
   if (options.verify) {
     verify_capture(request, *first.module,
                    [&](const CaptureRequest& other) { return capture_in_modes(other, options, mode).module; });

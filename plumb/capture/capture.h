@@ -5,6 +5,8 @@
 //
 // The graph is made for the inputs' dtypes, shapes and devices and for the model's training mode. It shares the model's
 // parameters and buffers under their names. The model is afterwards as it was before: buffers, gradients, random state.
+// A forward in C++ that asks x.requires_grad() or at::GradMode::is_enabled() hears true, whatever the caller has:
+// decide that outside of it.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -68,6 +70,9 @@ struct CaptureRequest {
   // True if the model has modules of such a library. `begin_attempt` tells libraries whenever values are guarded.
   bool has_libraries = false;
   bool training = false;
+  // Puts the model in the other training mode; `buffers_after` puts it back. If no operator of the graph knows a mode,
+  // the forward is captured there, too: another path is noted, so that the graph refuses that mode. May be empty.
+  std::function<void()> other_mode;
   // Class names by module path, if nothing calls push_module() and pop_module(): nodes then get their modules by the
   // parameters that they read (build.cpp).
   std::map<std::string, std::string> module_types;
@@ -225,6 +230,7 @@ std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& functio
   request.inputs = flatten(c10::ivalue::Tuple::create(given), &arguments);
   request.in_spec = TreeSpec::tuple({std::move(arguments), TreeSpec::dict({}, {})});
   request.training = module.is_training();
+  request.other_mode = [&module] { module.train(!module.is_training()); };
   request.module_types[""] = module.name();
   for (const auto& m : module.named_modules("", /*include_self=*/false)) {
     request.module_types[m.key()] = m.value()->name();

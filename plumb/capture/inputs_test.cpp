@@ -74,5 +74,37 @@ TEST(CaptureInputs, AValueThatNoRunCanCheckIsRefused) {
               HasSubstr("input 1 is a Device"));
 }
 
+struct AsksModeImpl : torch::nn::Module {
+  AsksModeImpl() { register_module("layer", layer); }
+  Tensor forward(Tensor x) {
+    const Tensor y = layer(x);
+    if (fails && !is_training()) throw std::runtime_error("for training only");
+    return asks && !is_training() ? y.softmax(-1) : y;
+  }
+  torch::nn::Linear layer{4, 4};
+  bool asks = true, fails = false;
+};
+TORCH_MODULE(AsksMode);
+
+TEST(CaptureInputs, AForwardThatAsksForItsTrainingModeMakesAGraphThatRefusesTheOther) {
+  AsksMode model;
+  for (const bool training : {true, false}) {
+    model->train(training);
+    auto graph = capture(model, x);
+    EXPECT_EQ(model->is_training(), training);
+    EXPECT_EQ(model->layer->is_training(), training);
+    EXPECT_THAT(message_of([&] { graph->train(!training); }), HasSubstr("the forward reads its training mode"));
+    EXPECT_TRUE(at::equal((*graph)(x), model(x)));
+  }
+  model->train();
+  model->fails = true;
+  EXPECT_THAT(message_of([&] { capture(model, x)->eval(); }), HasSubstr("cannot change to evaluation mode"));
+  EXPECT_TRUE(model->is_training());
+  model->asks = model->fails = false;
+  auto graph = capture(model, x);
+  graph->eval();
+  EXPECT_TRUE(at::equal((*graph)(x), model(x)));
+}
+
 }  // namespace
 }  // namespace plumb

@@ -189,6 +189,12 @@ std::shared_ptr<GraphModule> capture_on_other_values(const CaptureRequest& reque
 
 }  // namespace
 
+std::optional<std::string> difference_of(const Graph& graph, const Graph& other) {
+  if (comparable(graph) == comparable(other)) return std::nullopt;
+  const Node* node = first_difference(graph, other);
+  return node ? ", from " + std::string(node->target()) + " on" : "";
+}
+
 void verify_capture(const CaptureRequest& request, GraphModule& first,
                     const std::function<std::shared_ptr<GraphModule>(const CaptureRequest&)>& capture_again) {
   std::vector<at::Tensor> values;
@@ -199,11 +205,9 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
         "the forward depends on tensor values in a way torch's dispatcher does not show (numpy, tolist, raw memory, "
         "tensor hooks, data-dependent Python code)");
   };
-  if (comparable(first.graph()) != comparable(second->graph())) {
+  if (const auto from = difference_of(first.graph(), second->graph())) {
     const Node* node = first_difference(first.graph(), second->graph());
-    differs("two captures on different inputs gave different graphs" +
-                (node ? ", from " + std::string(node->target()) + " on" : ""),
-            node ? node->meta().where() : "");
+    differs("two captures on different inputs gave different graphs" + *from, node ? node->meta().where() : "");
   }
   for (const Attr& attr : first.state()) {
     if (attr.kind != AttrKind::Constant) continue;

@@ -55,8 +55,8 @@ class GraphModule : public torch::nn::Module {
   void train(bool on = true) override;
   // Sets the mode that the graph was made in. The constructor infers it from the operators.
   void set_made_in_training(bool training) { Module::train(training); }
-  // "file:line" where the captured forward reads its training mode, so that the graph holds one mode's path; empty if
-  // it does not, or if both modes have one path. Only a capture from Python notes it.
+  // "file:line" where the captured forward reads its training mode, so that the graph holds one mode's path; of C++
+  // code a text that says how the paths differ. Empty if it does not read it, or if both modes have one path.
   const std::string& mode_read_at() const { return mode_read_at_; }
   void set_mode_read_at(std::string line);  // throws Error(InvalidArgument) beyond 8,192 bytes
   // Takes over the mode that `other` was made in, and where its forward reads it.
