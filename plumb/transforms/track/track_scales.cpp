@@ -1,6 +1,7 @@
 #include "plumb/transforms/track/track_scales.h"
 
 #include <algorithm>
+#include <set>
 #include <unordered_map>
 
 #include "plumb/core/error.h"
@@ -34,11 +35,32 @@ bool is_written(const Value* value) {
   });
 }
 
+// Returns the inputs that a mask of attention hangs on. Where it requires a gradient, torch computes attention in
+// another way, with other bits.
+std::set<const Value*> inputs_of_masks(const Graph& graph) {
+  std::vector<const Value*> left;
+  for (const Node* node : graph.nodes()) {
+    if (!node->is_op("aten::scaled_dot_product_attention")) continue;
+    if (const Value* mask = node->arg("attn_mask").value()) left.push_back(mask);
+  }
+  std::set<const Value*> seen, inputs;
+  while (!left.empty()) {
+    const Value* value = left.back();
+    left.pop_back();
+    if (!seen.insert(value).second) continue;
+    const Node* node = value->producer();
+    if (node->kind() == NodeKind::Placeholder) inputs.insert(value);
+    for (size_t i = 0; i < node->num_inputs(); ++i) left.push_back(node->input(i));
+  }
+  return inputs;
+}
+
 template <class AddSlot>
 bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_slot, Report& report,
                      bool every_type = false) {
   Graph& graph = module.graph();
   UninitialisedMemory memory;
+  const std::set<const Value*> in_masks = inputs_of_masks(graph);
   bool changed = false;
   for (Node* node : graph.nodes()) {
     memory.pass(*node);
@@ -57,8 +79,9 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
       }
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
-      Node* track = insert_call(graph, before, kTrack,
-                                {value, add_slot(node->kind() == NodeKind::Placeholder), tracker}, node, value);
+      const bool input = node->kind() == NodeKind::Placeholder;
+      const int64_t slot = add_slot(input, input && !in_masks.contains(value));
+      Node* track = insert_call(graph, before, kTrack, {value, slot, tracker}, node, value);
       track->result()->rename(graph.unique_name(value->name() + "_tracked"));
       graph.replace_all_uses_with(value, track->result(), track);
       // Whether an input requires a gradient is asked of the input: what is tracked always does.
@@ -78,7 +101,7 @@ const RegisterTransform track_scales_pass{
     {},
     [](GraphModule& module, const PassOptions&, Report& report) {
       int64_t slots = 0;
-      return insert_tracking(module, 0, [&](bool) { return slots++; }, report);
+      return insert_tracking(module, 0, [&](bool, bool) { return slots++; }, report);
     },
 };
 
@@ -87,7 +110,8 @@ const RegisterTransform track_scales_pass{
 bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report, bool every_type) {
   Report own("track_scales");
   return insert_tracking(
-      module, tracker.id(), [&](bool input) { return tracker.add_slot(input); }, report ? *report : own, every_type);
+      module, tracker.id(), [&](bool input, bool probe) { return tracker.add_slot(input, probe); },
+      report ? *report : own, every_type);
 }
 
 std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,

@@ -5,7 +5,8 @@
 //   std::cout << plumb::scales_graph(*tracked).to_text();
 //
 // Values and gradients are those of the module without it: the nodes hand their tensors on. The caller's input tensors
-// are not touched; the gradient of a floating-point input is measured whether it requires one or not. That of a
+// are not touched; the gradient of a floating-point input is measured whether it requires one or not, unless a mask of
+// attention hangs on it, which torch then computes with other bits. That of a
 // pipeline stage's input has what later stages add to it.
 #pragma once
 

@@ -119,6 +119,26 @@ TEST(TrackScales, GivesTheValuesAndGradientsOfTheModuleBitForBit) {
     EXPECT_TRUE(at::equal(p.value().grad(), gradients[p.key()])) << p.key();
 }
 
+TEST(TrackScales, GivesTheBitsOfAttentionWhoseMaskIsAnInput) {
+  at::manual_seed(0);
+  State state;
+  parameter(state, "w", randn_there({4, 4}));
+  auto module = module_of(R"(graph {
+    %x: f32[2, 2, 5, 4] = placeholder "x"
+    %bias: f32[2, 1, 1, 5] = placeholder "bias"
+    %w = get_attr "w"
+    %q: f32[2, 2, 5, 4] = aten::linear(%x, %w)
+    %mask: f32[2, 2, 5, 5] = aten::expand(%bias, [2, 2, 5, 5])
+    %o: f32[2, 2, 5, 4] = aten::scaled_dot_product_attention(%q, %q, %x, %mask)
+    output(%o)
+  })",
+                          std::move(state));
+  for (int i = 0; i < 8; ++i) {
+    const at::Tensor x = randn_there({2, 2, 5, 4}), bias = randn_there({2, 1, 1, 5});
+    EXPECT_TRUE(at::equal(module->run({x, bias})[0].toTensor(), track_scales(module)->run({x, bias})[0].toTensor()));
+  }
+}
+
 TEST(TrackScales, MeasuresForwardOnlyWithoutGradients) {
   auto tracked = track_scales(small());
   at::NoGradGuard no_grad;

@@ -96,9 +96,10 @@ std::shared_ptr<ScaleTracker> ScaleTracker::find(int64_t id) {
   return last.lock();
 }
 
-int64_t ScaleTracker::add_slot(bool input) {
+int64_t ScaleTracker::add_slot(bool input, bool probe) {
   std::lock_guard lock(mutex_);
-  slots_.emplace_back().input = input;
+  Slot& slot = slots_.emplace_back();
+  slot.input = input, slot.probed = probe;
   return static_cast<int64_t>(slots_.size()) - 1;
 }
 
@@ -111,6 +112,12 @@ bool ScaleTracker::is_input(int64_t slot) const {
   std::lock_guard lock(mutex_);
   const Slot* s = slot_at(slots_, slot);
   return s && s->input;
+}
+
+bool ScaleTracker::is_probed(int64_t slot) const {
+  std::lock_guard lock(mutex_);
+  const Slot* s = slot_at(slots_, slot);
+  return s && s->probed;
 }
 
 std::optional<Metrics> ScaleTracker::metrics(int64_t slot) const {
@@ -337,7 +344,7 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   if (!wanted.backward || !at::GradMode::is_enabled() || !taken || x.is_inference()) return x;
   const bool input = tracker->is_input(slot);
   if (!x.requires_grad()) {
-    if (!input || traced) return x;
+    if (!tracker->is_probed(slot) || traced) return x;
     at::Tensor alias = x.detach();
     if (x._fw_grad(0).defined()) alias._set_fw_grad(x._fw_grad(0), 0, false);
     torch::autograd::set_history(alias, make_node<InputProbe>());

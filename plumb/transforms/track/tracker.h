@@ -43,11 +43,12 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   // Returns the tracker of that number, or null when it is gone: its nodes then only return their tensors.
   static std::shared_ptr<ScaleTracker> find(int64_t id);
 
-  // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is
-  // not touched.
-  int64_t add_slot(bool input);
+  // input: the value is the caller's own tensor, which is not touched. probe: its gradient is measured even if the
+  // caller asked for none.
+  int64_t add_slot(bool input, bool probe = false);
   size_t num_slots() const;
   bool is_input(int64_t slot) const;
+  bool is_probed(int64_t slot) const;
 
   // Switched off, the nodes only return their tensors. On at the start.
   void set_enabled(bool enabled) { enabled_ = enabled; }
@@ -117,7 +118,7 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
     at::Tensor on_device, kept;
   };
   struct Slot {
-    bool input = false;
+    bool input = false, probed = false;
     Wanted wanted;
     Seen fwd, bwd;
     std::vector<Hashing> fwd_hashes, bwd_hashes;
