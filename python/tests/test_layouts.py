@@ -46,3 +46,16 @@ def test_weights_that_a_forward_writes_are_the_same_in_every_layout(tmp_path):
         layout_runs.run([*common, *layout, "--save", name + ".pt2"], tmp_path)
         weights[name] = plumb.load_pt2(tmp_path / (name + ".pt2")).state_dict()
         assert plumb.diff(weights["one"], weights[name]).equal, name
+
+
+def test_an_audit_finds_nothing_in_a_sound_run_whose_weights_lie_in_columns(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
+    for layer in net[::2]:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    plumb.save_pt2(plumb.capture(net, torch.randn(4, 5)), tmp_path / "net.pt2")
+    for name in ("x.pt", "y.pt"):
+        torch.save(torch.randn(16, 5), tmp_path / name)
+    words = "train net.pt2 --data x.pt --targets y.pt --loss mse --threads 1 --steps 8 --microbatches 2 --json --stages 2"
+    told = layout_runs.run([*words.split(), "--audit", "--audit-every", "1", "--max-restarts", "8"], tmp_path)
+    assert not [event for event in told if "audit" in event]

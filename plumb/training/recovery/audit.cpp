@@ -389,7 +389,8 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
     if (from == copied.end()) refuse_audit();
     at::Tensor& tensor = first[name];
     if (!tensor.defined())
-      tensor = from->second.to(ranks_.device, from->second.scalar_type(), false, true)
+      tensor = at::empty_like(attr.tensor.detach(), attr.tensor.options().device(ranks_.device))  // with its strides
+                   .copy_(from->second)
                    .set_requires_grad(attr.tensor.requires_grad());
     weights.emplace_back(attr.name, tensor);
   }
