@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "plumb/autograd/backward_halves.h"
 #include "plumb/core/error.h"
@@ -67,13 +68,13 @@ auto run_described(const char* what, const Tensors& outputs, const Tensors& outp
   } catch (const std::exception& cause) {
     const std::string words = first_line(cause.what());
     const bool written = words.find("modified by an inplace operation") != std::string::npos;
-    throw Error(ErrorKind::ExecutionFailed, std::string(what) + " failed: " + words,
-                "outputs " + describe(outputs) + "; output gradients " + describe(output_grads) + "; inputs " +
-                    describe(inputs),
-                written
-                    ? "let the forward compute with a clone() of a buffer that it also writes, as another microbatch's "
-                      "forward may write it before this one's backward"
-                    : "");
+    std::throw_with_nested(Error(
+        ErrorKind::ExecutionFailed, std::string(what) + " failed: " + words,
+        "outputs " + describe(outputs) + "; output gradients " + describe(output_grads) + "; inputs " +
+            describe(inputs),
+        written ? "let the forward compute with a clone() of a buffer that it also writes, as another microbatch's "
+                  "forward may write it before this one's backward"
+                : ""));
   }
 }
 

@@ -1,5 +1,8 @@
 #include "errors.h"
 
+#include <torch/csrc/Exceptions.h>
+
+#include <exception>
 #include <utility>
 
 #include "module.h"
@@ -23,6 +26,22 @@ py::object text_of(const std::string& text) {
 // It is the user's and no failure of what was interrupted: it takes the place of the Error that it became.
 thread_local PyObject* interrupt = nullptr;
 
+// Returns the Python exception that `error` stands for or has nested; null if there is none.
+py::object cause_of(const std::exception& error) {
+  if (const auto* raised = dynamic_cast<const RaisedError*>(&error)) return raised->exception();
+  if (const auto* raised = dynamic_cast<const python_error*>(&error);  // from autograd
+      raised != nullptr && raised->value != nullptr && PyExceptionInstance_Check(raised->value)) {
+    if (raised->traceback != nullptr) PyException_SetTraceback(raised->value, raised->traceback);
+    return py::reinterpret_borrow<py::object>(raised->value);
+  }
+  try {
+    std::rethrow_if_nested(error);
+  } catch (const std::exception& nested) {
+    return cause_of(nested);
+  }
+  return {};
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -35,6 +54,7 @@ void translate(std::exception_ptr pointer) {
     const py::object error =
         error_class()(text_of(e.message()), py::arg("kind") = e.kind(), py::arg("where") = text_of(e.where()),
                       py::arg("remedy") = text_of(e.remedy()));
+    if (py::object cause = cause_of(e)) PyException_SetCause(error.ptr(), cause.release().ptr());
     PyErr_SetObject(error_class().ptr(), error.ptr());
   }
 }
@@ -57,20 +77,21 @@ Register errors_part([](py::module_& m) {
 
 }  // namespace
 
-Error to_error(const py::error_already_set& error) {
+void throw_error(const py::error_already_set& error) {
   if (error_class() && error.matches(error_class())) {
     const py::object& e = error.value();
-    return Error(e.attr("kind").cast<ErrorKind>(), py::str(e.attr("message")), py::str(e.attr("where")),
-                 py::str(e.attr("remedy")));
+    Error same(e.attr("kind").cast<ErrorKind>(), py::str(e.attr("message")), py::str(e.attr("where")),
+               py::str(e.attr("remedy")));
+    if (py::object cause = e.attr("__cause__"); !cause.is_none()) throw RaisedError(std::move(same), std::move(cause));
+    throw same;
   }
-  if (!error.matches(PyExc_Exception)) {
-    if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
-    Py_XDECREF(std::exchange(interrupt, error.value().inc_ref().ptr()));
-  }
+  if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
+  if (!error.matches(PyExc_Exception)) Py_XDECREF(std::exchange(interrupt, error.value().inc_ref().ptr()));
   // Messages of Python may hold surrogates, which UTF-8 has not.
   const py::bytes message = py::str(error.value()).attr("encode")("utf-8", "backslashreplace");
-  return Error(ErrorKind::ExecutionFailed,
-               py::str(error.type().attr("__name__")).cast<std::string>() + ": " + message.cast<std::string>());
+  Error text(ErrorKind::ExecutionFailed,
+             py::str(error.type().attr("__name__")).cast<std::string>() + ": " + message.cast<std::string>());
+  throw RaisedError(std::move(text), error.value());
 }
 
 }  // namespace plumb::python

@@ -4,6 +4,7 @@ import copy
 import enum
 import gc
 import json
+import traceback
 import weakref
 
 import pytest
@@ -294,6 +295,7 @@ def test_what_a_stage_raises_names_the_action_and_is_the_cause():
     with pytest.raises(plumb.Error, match="1F2.*KeyError.*own words") as caught:
         schedule.step(x, target=target)
     assert isinstance(caught.value.__cause__, KeyError)
+    assert 'raise KeyError("the stage' in "".join(traceback.format_exception(caught.value.__cause__))
     modules[1].at = 100  # a process alone may go on
     nn.ModuleList(modules).zero_grad()
     schedule.step(x, target=target)
@@ -301,6 +303,30 @@ def test_what_a_stage_raises_names_the_action_and_is_the_cause():
     nn.ModuleList(reference).zero_grad()
     accumulate(reference, x, target, 4)
     assert same(grads(modules), grads(reference))
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("the backward's own words")
+
+
+def test_what_a_backward_raises_is_the_cause_of_the_error():
+    class Whole(nn.Linear):
+        def forward(self, x):
+            return FailsBackward.apply(super().forward(x))
+
+    x, target = batch()
+    for name in ("1F1B", "ZBVZeroBubble"):
+        modules = [nn.Linear(8, 8), Whole(8, 8)][-1 if name == "1F1B" else 0 :]
+        with pytest.raises(plumb.Error, match="backward failed: the backward's own words") as caught:
+            schedule_for(name, modules, 4).step(x, target=target)
+        cause = caught.value.__cause__
+        assert isinstance(cause, ValueError) and "in backward" in "".join(traceback.format_exception(cause))
 
 
 def interrupted(*_, **__):

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <exception>
+
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
@@ -206,9 +208,9 @@ void ActionRunner::run(std::span<const RunAction> parts) {
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::Communication) throw;
     const std::string text = parts.size() > 1 && at == &run ? to_string(run.hooked) : at->text;
-    throw Error(e.kind(), str(me(), " at ", text, ": ", e.message()), e.where(), e.remedy());
+    std::throw_with_nested(Error(e.kind(), str(me(), " at ", text, ": ", e.message()), e.where(), e.remedy()));
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::ExecutionFailed, str(me(), " at ", at->text, ": ", error_text(e)));
+    std::throw_with_nested(Error(ErrorKind::ExecutionFailed, str(me(), " at ", at->text, ": ", error_text(e))));
   }
   if (setup_.options.record_timeline) {
     event.end = seconds_now();
