@@ -19,6 +19,7 @@ from ._exported import load_pt2
 from ._graph_module import GraphModule
 from ._recorder import History, read_history
 from ._state import sync_state
+from .transforms._apply import copy_module, forward_of
 
 
 class Diff:
@@ -130,6 +131,8 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
     net = module if isinstance(module, nn.Module) else load_pt2(os.fspath(module))
+    if any(forward_of(sub) for sub in net.modules()):  # whose first call may scale weights, and whose last one is shown
+        net = copy_module(net)
     device = next((p.device for p in net.parameters()), None)
 
     def copies() -> tuple:  # copies: neither module sees what the other writes into its inputs

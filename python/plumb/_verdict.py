@@ -104,13 +104,21 @@ def verdict(
     measured = _C.verdict_steps(steps, warmup)
     devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
-        return _judge(copy.deepcopy(net), iter(data), loss, names, measured, optimizer, explain)
+        return _judge(_copy(net), iter(data), loss, names, measured, optimizer, explain)
 
 
 _FUNCTIONS = {
     "loss": "torch.nn.functional.cross_entropy",
     "optimizer": "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
 }
+
+
+def _copy(net: nn.Module) -> nn.Module:
+    with torch.no_grad():  # torch copies parameters of scripted modules by an operator, which would make results of them
+        copied = copy.deepcopy(net)
+    for p, q in zip(net.parameters(), copied.parameters()):
+        q.requires_grad_(p.requires_grad)
+    return copied
 
 
 def _names(recipes: Any) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import plumb
+from plumb.transforms import track_scales, unit_scale
 
 RULES = '[[rule]]\nevery = 1\nstatistics = ["hash", "std"]\n'
 
@@ -314,3 +315,22 @@ def test_gradients_of_complex_tensors_are_compared():
     assert plumb.diff(model, model, x).equal
     found = plumb.diff(model, model, x, loss=lambda out: out.sum() * next(factors))
     assert (found.compared, found.differing) == (8, 4)  # values and gradients of x, filter, mul and view_as_real
+
+
+class WeightOfNoLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8) * 3)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.w)
+
+
+def test_a_module_that_would_scale_its_weights_at_its_first_call_keeps_its_bits():
+    x = torch.randn(4, 8)
+    tracked = track_scales(unit_scale(WeightOfNoLayer()))
+    before = tracked.w.detach().clone()
+    assert not plumb.diff(tracked, WeightOfNoLayer(), x).equal
+    assert torch.equal(tracked.w, before) and not len(tracked.scales_graph().nodes)
+    tracked(x)
+    assert not torch.equal(tracked.w, before)  # which its own first call does

@@ -342,3 +342,14 @@ def test_batches_may_be_dicts_of_the_forwards_arguments(net):
     results = [plumb.verdict(model, dicts, recipes=["fp8"], steps=1) for model in (WithLoss(), OfDict(), graph)]
     results.append(plumb.verdict(net, [({"x": x}, y) for x, y in batches(1)], F.cross_entropy, recipes=["fp8"], steps=1))
     assert len({one.recipes["fp8"]["backward"] for one in results}) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_or_traced_module_has_its_verdict():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    data = [(x, x)] * 4
+    expected = str(plumb.verdict(model, data, F.mse_loss, recipes="fp8", steps=2))
+    for made in (torch.jit.script(model), torch.jit.trace(model, x)):
+        before = [p.detach().clone() for p in made.parameters()]
+        assert str(plumb.verdict(made, data, F.mse_loss, recipes="fp8", steps=2)).splitlines()[0] == expected.splitlines()[0]
+        assert all(map(torch.equal, before, made.parameters()))
