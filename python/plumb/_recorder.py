@@ -14,7 +14,8 @@ from torch import nn
 
 from . import _C
 from ._errors import Error
-from .transforms._apply import CapturedGraph, Pass, TransformedForward, forward_of, own_forward
+from .transforms._apply import CapturedGraph, Pass, TransformedForward, attach_passes, forward_of, own_forward
+from .transforms._own_copies import forget_transforms, keep_transforms
 
 
 class _RecordedForward(TransformedForward):
@@ -128,6 +129,7 @@ class Recorder:
         known, before = forward_of(module), module.__dict__.get("forward")
         forward = _RecordedForward(module, [*(known.passes if known else []), Pass("record", attach)], engine)
         module.__dict__["forward"] = forward
+        keep_transforms(module, attach_passes)
         return module, before, forward
 
     def step(self, **scalars: float) -> int:
@@ -166,6 +168,8 @@ class Recorder:
         for _, module, before, forward in self._places:
             if module.__dict__.get("forward") is not forward:
                 continue
+            if not isinstance(before, TransformedForward):
+                forget_transforms(module)
             if before is None:
                 del module.__dict__["forward"]
             else:

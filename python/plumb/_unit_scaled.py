@@ -103,6 +103,13 @@ def mark_state_dict(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(_take_mark)
 
 
+def own_load_hook(module: nn.Module) -> None:
+    """Gives a shallow copy a hook of its own for loading: the hook of the module that it is a copy of ends with that module."""
+    module.__dict__["_load_state_dict_pre_hooks"] = module._load_state_dict_pre_hooks.copy()
+    _drop(module._load_state_dict_pre_hooks, _take_mark)
+    module.register_load_state_dict_pre_hook(_take_mark)
+
+
 def is_marked(module: nn.Module) -> bool:
     return _add_mark in module._state_dict_hooks.values()
 

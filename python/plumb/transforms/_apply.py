@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import logging
-import sys
 import threading
 import types
 import weakref
@@ -31,6 +30,7 @@ from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
 from . import _in_graph
 from ._own_copies import keep_transforms
+from ._tracers import get_name, refuse_compiled, refuse_script
 
 logger = logging.getLogger("plumb.transforms")
 
@@ -97,6 +97,7 @@ class Pass:
     run: Callable[[nn.Module, CapturedGraph], dict]
     before: tuple[str, ...] = ()  # passes that this one must come before
     replace: dict = field(default_factory=dict)  # functions whose calls go to others while the module is captured
+    methods: tuple = ()  # (name, function of the module): methods that the module gets
 
 
 def _name_values(captured: CapturedGraph, found: list) -> None:
@@ -137,6 +138,10 @@ class TransformedForward:
         return self.original.__code__
 
     @property
+    def __globals__(self) -> dict:
+        refuse_script(self.module)
+
+    @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
 
@@ -159,7 +164,7 @@ class TransformedForward:
     ) -> CapturedGraph:
         found: list = []
         replace = Replacements({k: v for p in self.passes for k, v in p.replace.items()})
-        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left, _ = capture_engine(
+        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left, *_ = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -426,23 +431,6 @@ def _extra_repr(module: nn.Module) -> str:
     return f"{own}\n{mine}" if own else mine
 
 
-def _refuse_compiled(module: nn.Module) -> None:
-    """Raises `plumb.Error` for modules whose forward is no Python that a graph could be captured of."""
-    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        raise Error(
-            "the module is a result of torch.compile, and a transform takes the model that was compiled",
-            kind=ErrorKind.Unsupported,
-            remedy="transform first, compile then: torch.compile(plumb.transforms.unit_scale(model)), for example",
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise Error(
-            "the module is scripted or traced (torch.jit), and a transform takes the Python module that it was made of",
-            kind=ErrorKind.Unsupported,
-            remedy="the module as it was before torch.jit.script or torch.jit.trace",
-        )
-
-
 def own_forward(module: nn.Module) -> tuple | None:
     """Returns the forward that was set on this very module, as TransformedForward keeps it."""
     forward = module.__dict__.get("forward")
@@ -452,11 +440,15 @@ def own_forward(module: nn.Module) -> tuple | None:
     return None if forward is None else (forward.__func__ if bound else forward, bound)
 
 
-def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
+_METHODS = (("extra_repr", _extra_repr), ("_get_name", get_name))
+
+
+def attach_passes(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
+    """Lets `module` run its own forward with `passes` applied: none for a copy of a model that was recorded."""
     module.__dict__["forward"] = TransformedForward(module, passes, own_forward(module), copied_from)
-    module.__dict__["extra_repr"] = functools.partial(_extra_repr, module)  # which copies and pickles go with
-    if isinstance(module, torch.fx.GraphModule):
-        keep_transforms(module, _attach)
+    for name, method in [*_METHODS, *(method for p in passes for method in p.methods)]:
+        module.__dict__[name] = functools.partial(method, module)
+    keep_transforms(module, attach_passes)
 
 
 def apply_pass(module: Module, new: Pass) -> Module:
@@ -464,7 +456,7 @@ def apply_pass(module: Module, new: Pass) -> Module:
     that must follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
-    _refuse_compiled(module)
+    refuse_compiled(module)
     refuse_modules(module, with_root=False)
     compiled = module._compiled_call_impl is not None
     known = forward_of(module)
@@ -476,7 +468,7 @@ def apply_pass(module: Module, new: Pass) -> Module:
     for later in passes[place:]:
         logger.info("moving %s backend to precede %s backend", display_name(new.name), display_name(later.name))
     passes.insert(place, new)
-    _attach(module, passes, first)
+    attach_passes(module, passes, first)
     if compiled:
         module.compile(**module.__dict__.get("compile_options", {}))
     return module

@@ -1,47 +1,90 @@
-"""Transformed modules of classes that copy and pickle themselves, and take only what they know along: torch.fx's."""
+"""Copies and pickles of transformed modules: what a copy runs reads the copy, also of classes that copy themselves, as torch.fx's."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from typing import Callable
+from typing import Any, Callable
 
+import torch
 from torch import nn
 
-from .._unit_scaled import mark
+from .._errors import Error, ErrorKind
+from .._unit_scaled import is_marked, mark, own_load_hook
 
 # Attributes that a transform adds to a module.
-ADDED = ("forward", "extra_repr", "__deepcopy__", "__reduce_ex__")
+ADDED = ("forward", "extra_repr", "_get_name", "scales_graph", "_slow_forward", "__deepcopy__", "__reduce_ex__")
 
 
-def _deepcopy(module: nn.Module, attach: Callable[[nn.Module, list], None], memo: dict) -> nn.Module:
-    own = module.__dict__
-    for name in ADDED:  # the copy gets its own
-        memo[id(own[name])] = None
-    passes = own["forward"].passes_to_copy()
-    copied = type(module).__deepcopy__(module, memo)
-    attach(copied, copy.deepcopy(passes, memo))
-    return copied
-
-
-def _reduce(module: nn.Module, attach: Callable[[nn.Module, list], None], protocol: int) -> tuple:
-    make, args = type(module).__reduce__(module)[:2]
-    args = tuple({k: v for k, v in a.items() if k not in ADDED} if isinstance(a, dict) else a for a in args)
-    return _made_again, (make, args, attach, module.__dict__["forward"].passes_to_copy())
-
-
-def _made_again(make: Callable[..., nn.Module], args: tuple, attach: Callable[[nn.Module, list], None], passes: list) -> nn.Module:
-    module = make(*args)
-    attach(module, passes)
-    if any(getattr(p.run, "scaling", None) is not None for p in passes):
-        mark(module)
+def _attach(module: nn.Module, attach: Callable[..., None], forward: Any) -> nn.Module:
+    module.__dict__["forward"] = forward  # whose own forward the new one calls
+    attach(module, forward.passes_to_copy(), forward.copied_from)
     return module
 
 
-def keep_transforms(module: nn.Module, attach: Callable[[nn.Module, list], None]) -> None:
-    """Lets copies and pickles of `module` be transformed as it is: `attach(module, passes)` transforms one."""
-    module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module, attach)
+def _deepcopy(module: nn.Module, attach: Callable[..., None], memo: dict) -> nn.Module:
+    own = module.__dict__
+    for name in ADDED:  # the copy gets its own
+        if name in own:
+            memo[id(own[name])] = None
+    passes = own["forward"].passes_to_copy()
+    copied = type(module).__deepcopy__(module, memo)
+    attach(copied, copy.deepcopy(passes, memo), own["forward"].copied_from)
+    return copied
+
+
+def _copy_fx(module: nn.Module) -> nn.Module:
+    copied = torch.fx.GraphModule.__copy__(module)
+    own = module.__dict__
+    return _attach(copied, own["__reduce_ex__"].args[1], own["forward"]) if "__reduce_ex__" in own else copied
+
+
+def _reduce(module: nn.Module, attach: Callable[..., None], protocol: int) -> tuple:
+    """Returns how `copy` and `pickle` make the module again. A shallow copy has the module's own attributes, its forward among them:
+    `_take_state` is what knows the copy."""
+    if protocol < 2:
+        raise Error(
+            f"a transformed {type(module).__name__} is pickled by protocol {protocol}, which does not know objects of C++",
+            kind=ErrorKind.Unsupported,
+            remedy="protocol 2 or newer, as torch.save and pickle take by themselves",
+        )
+    make, args, *rest = type(module).__reduce_ex__(module, protocol)
+    args = tuple({k: v for k, v in a.items() if k not in ADDED} if isinstance(a, dict) else a for a in args)
+    state, *items = rest or [None]
+    return _begun, (make, args, attach), (state, module.__dict__["forward"]), *items
+
+
+def _begun(make: Callable[..., nn.Module], args: tuple, attach: Callable[..., None]) -> nn.Module:
+    module = make(*args)
+    module.__dict__["__setstate__"] = functools.partial(_take_state, module, attach)
+    return module
+
+
+def _take_state(module: nn.Module, attach: Callable[..., None], given: tuple) -> None:
+    del module.__dict__["__setstate__"]
+    state, forward = given
+    if state is not None:
+        module.__setstate__(state)
+    if forward.module is not module and is_marked(module):
+        own_load_hook(module)
+    _attach(module, attach, forward)
+    if state is None and any(getattr(p.run, "scaling", None) is not None for p in forward.passes):
+        mark(module)
+
+
+def keep_transforms(module: nn.Module, attach: Callable[..., None]) -> None:
+    """Lets copies and pickles of `module` be transformed as it is: `attach(module, passes, copied_from)` transforms one."""
     module.__dict__["__reduce_ex__"] = functools.partial(_reduce, module, attach)
+    if hasattr(type(module), "__deepcopy__"):
+        module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module, attach)
+    if isinstance(module, torch.fx.GraphModule):
+        type(module).__copy__ = _copy_fx  # a class of this module alone
+
+
+def forget_transforms(module: nn.Module) -> None:
+    """Undoes `keep_transforms`."""
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        module.__dict__.pop(name, None)
 
 
 def without_transforms(module: nn.Module) -> None:

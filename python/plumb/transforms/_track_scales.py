@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 from dataclasses import dataclass, field
 from html import escape
@@ -240,6 +239,15 @@ def _function(target: str) -> Any:
         return unknown
 
 
+def _refuse_jit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands for torch's `_slow_forward`, which torch.jit.trace calls."""
+    raise Error(
+        f"torch.jit.trace would make a program of this {type(module).__name__} that measures nothing: its scales are tracked",
+        kind=ErrorKind.Unsupported,
+        remedy="trace the module without track_scales",
+    )
+
+
 class TrackedModule(nn.Module):
     """The type that checkers see of what :func:`track_scales` returns. The object itself has the class of the model."""
 
@@ -256,9 +264,8 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule
     their targets are the functions that it called. Values and gradients are those of the module without it; the caller's
     tensors are not touched.
     """
-    tracked = apply_pass(module, Pass("track_scales", TrackScalesPass(histogram)))
-    tracked.__dict__["scales_graph"] = functools.partial(_scales_graph_of, tracked)  # which copies and pickles go with
-    return cast(TrackedModule, tracked)
+    methods = (("scales_graph", _scales_graph_of), ("_slow_forward", _refuse_jit))
+    return cast(TrackedModule, apply_pass(module, Pass("track_scales", TrackScalesPass(histogram), methods=methods)))
 
 
 class ScaleTrackingBackend(PassBackend):
