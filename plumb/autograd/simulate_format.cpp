@@ -155,7 +155,7 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
 at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
                                     std::optional<int64_t> seed, int64_t dim) {
   check_formats(x, fwd, bwd);
-  refuse_tangent("plumb::simulate_format", x);
+  require_plain_autograd("plumb::simulate_format", x);
   if (at::GradMode::is_enabled() && x.requires_grad())
     return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;

@@ -76,6 +76,16 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() && a.has_storage() && b.has_storage() && a.is_alias_of(b);
 }
 
+// Returns a copy with the strides of `x`: a dimension that shows one row many times (expand) does so in the copy.
+at::Tensor copy_with_strides(const at::Tensor& x) {
+  at::Tensor once = x;
+  for (int64_t d = 0; x.layout() == at::kStrided && !x.is_nested() && d < x.dim(); ++d) {
+    if (x.stride(d) == 0 && x.size(d) > 1) once = once.narrow(d, 0, 1);
+  }
+  const at::Tensor copy = clone_as_laid_out(once);
+  return once.is_same(x) ? copy : copy.expand_as(x);
+}
+
 }  // namespace
 
 Session* Session::current() { return current_session; }
@@ -108,9 +118,9 @@ std::vector<c10::IValue> Session::feed() {
     // (Where the caller's own is a leaf that requires grad, nobody may write it, and autocast tells leaves apart.)
     at::Tensor copy = given.is_inference() ? given.clone() : given.detach();
     const bool leaf = given.requires_grad() && given.is_leaf();
-    if (leaf) copy = clone_as_laid_out(copy);
+    if (leaf) copy = copy_with_strides(copy);
     if (copy.is_floating_point() || copy.is_complex()) copy.requires_grad_(true);
-    if (!leaf) copy = clone_as_laid_out(copy);
+    if (!leaf) copy = copy_with_strides(copy);
     recorder.add_input(copy, given);
     fed.emplace_back(copy);
   }

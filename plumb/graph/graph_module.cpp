@@ -1,6 +1,7 @@
 #include "plumb/graph/graph_module.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
@@ -98,11 +99,13 @@ void GraphModule::copy_mode(const GraphModule& other) {
 std::shared_ptr<const Plan> GraphModule::plan() {
   std::shared_ptr<const Plan> old;  // goes after the lock: freeing tensors may wait for Python
   const std::lock_guard guard(mutex_of(lock_));
-  if (!plan_ || plan_version_ != graph_.version()) {
+  const bool under_mode = c10::impl::dispatch_mode_enabled();
+  if (!plan_ || plan_version_ != graph_.version() || plan_under_mode_ != under_mode) {
     check_values(graph_, state_);
     old = std::move(plan_);
     plan_ = std::make_shared<const Plan>(graph_, state_);
     plan_version_ = graph_.version();
+    plan_under_mode_ = under_mode;
   }
   return plan_;
 }
@@ -118,6 +121,11 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     const auto& want = node->result()->meta();
     const ValueType type = node->result()->type();
     if (type != ValueType::Tensor && input.isTensor() && !got) input = c10::IValue();  // C++'s None
+    if (got && got->is_nested()) {
+      throw Error(ErrorKind::TensorMismatch,
+                  "input '" + node->target() + "' is a nested tensor, whose rows have no common size", "",
+                  "pad the rows to one length (torch.nn.utils.rnn.pad_sequence) and mask what was added");
+    }
     if (type == ValueType::Other && !want && got) {
       throw Error(ErrorKind::StructureMismatch,
                   "input '" + node->target() + "' was None or no tensor when the graph was made, got " +

@@ -82,6 +82,7 @@ class GraphModule : public torch::nn::Module {
       std::make_unique<std::mutex>();  // lock for plan_, and for the state while plans are made of it
   std::shared_ptr<const Plan> plan_;
   uint64_t plan_version_ = 0;
+  bool plan_under_mode_ = false;  // whether plan_ is for runs under a dispatch mode of Python's
 };
 
 // For a graph of unknown origin: false if all operators that know a mode are in evaluation. Dropout inside attention

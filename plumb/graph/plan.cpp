@@ -1,6 +1,7 @@
 #include "plumb/graph/plan.h"
 
 #include <ATen/ScalarOps.h>
+#include <ATen/TracerMode.h>
 #include <ATen/core/List.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/aminmax.h>
@@ -8,6 +9,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
@@ -130,7 +132,8 @@ struct Plan::Impl {
       fail(labels[static_cast<size_t>(now - instructions.data())], stack, e);
     } catch (const Error& e) {
       // An operator of plumb's knows neither its node nor its line.
-      if (e.kind() != ErrorKind::TensorMismatch || !e.where().empty()) throw;
+      const bool of_operator = e.kind() == ErrorKind::TensorMismatch || e.kind() == ErrorKind::Unsupported;
+      if (!of_operator || !e.where().empty()) throw;
       const Label& label = labels[static_cast<size_t>(now - instructions.data())];
       throw Error(e.kind(), label.node + ": " + e.message(), label.where, e.remedy());
     }
@@ -252,12 +255,13 @@ class PlanCompiler {
 
   // A Python number next to a tensor is a 0-dim double tensor that TensorIterator casts at every call. For float32
   // arithmetic the cast can be done once: bit for bit the same. Not for half types, whose kernels compute with the
-  // double.
+  // double. Python's dispatch modes and its meta kernels take a double alone.
   IValue wrapped_number(const Node& node, const IValue& number) const {
     at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
-    if (!is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
+    if (c10::impl::dispatch_mode_enabled() || !is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
     const auto& meta = node.input(0)->meta();
     if (!meta || meta->dtype != at::kFloat || !(number.isDouble() || number.isInt())) return tensor;
+    if (meta->device.is_meta()) return tensor;
     at::Tensor cast = tensor.to(at::kFloat);
     cast.unsafeGetTensorImpl()->set_wrapped_number(true);
     return cast;
@@ -348,6 +352,7 @@ class PlanCompiler {
 Plan::Plan(const Graph& graph, const State& state) {
   // A plan first needed in inference mode serves training too, which cannot save that mode's tensors.
   const c10::InferenceMode outside(false);
+  const at::tracer::impl::NoTracerDispatchMode untraced;  // the plan's constants are made in no trace
   impl_ = std::make_unique<Impl>(PlanCompiler(graph, state).compile());
 }
 Plan::~Plan() = default;

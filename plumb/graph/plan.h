@@ -14,7 +14,8 @@ namespace plumb {
 
 class Plan {
  public:
-  // The plan refers to the state's tensors as they are now (the tensor objects, so in-place updates are seen).
+  // The plan refers to the state's tensors as they are now (the tensor objects, so in-place updates are seen). One that
+  // is made under a dispatch mode of Python's is for runs under such a mode.
   Plan(const Graph& graph, const State& state);
   ~Plan();
   Plan(Plan&&) noexcept;

@@ -139,7 +139,7 @@ struct StraightThrough : torch::autograd::Function<StraightThrough> {
 
 at::Tensor quantise_autograd(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
                              std::optional<int64_t> seed, int64_t dim) {
-  refuse_tangent("plumb::quantise", x);
+  require_plain_autograd("plumb::quantise", x);
   if (at::GradMode::is_enabled() && x.requires_grad())
     return StraightThrough::apply(x, std::string(format), std::string(rounding), srbits, seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;

@@ -173,7 +173,7 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
 Tensor pointwise_autograd(at::TensorList inputs, std::string_view text) {
   bool wanted = false;
   for (const Tensor& x : inputs) {
-    refuse_tangent("plumb::pointwise", x);
+    require_plain_autograd("plumb::pointwise", x);
     wanted |= x.defined() && x.requires_grad();
   }
   if (wanted && at::GradMode::is_enabled()) {

@@ -10,6 +10,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/numerics/operators.h"
+#include "plumb/numerics/tangent.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
@@ -289,6 +290,7 @@ Tensor fp8_delayed_linear(const Tensor& input, const Tensor& weight, const Optio
 Tensor fp8_delayed_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                    const Tensor& state, string_view fwd, string_view bwd, bool training) {
   fp8_format(bwd);
+  require_plain_autograd("plumb::fp8_delayed_linear", input);
   const OptionalTensor added = present(bias) ? OptionalTensor(bias->detach()) : bias;
   const Tensor result = DelayedProducts::apply(input, weight, added, state, std::string(fwd), training);
   return DelayedGradient::apply(result, bias, state, std::string(bwd), training);

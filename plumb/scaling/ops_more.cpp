@@ -37,7 +37,7 @@ struct Rescale : torch::autograd::Function<Rescale> {
 };
 
 Tensor rescale_autograd(const Tensor& input, double forward, double backward) {
-  refuse_tangent("plumb::rescale", input);
+  require_plain_autograd("plumb::rescale", input);
   return Rescale::apply(input, forward, backward);
 }
 

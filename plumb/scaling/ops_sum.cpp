@@ -80,7 +80,7 @@ struct ResidualAdd : Function<ResidualAdd> {
 };
 
 Tensor residual_add_autograd(const Tensor& residual, const Tensor& skip, double tau) {
-  refuse_tangent("plumb::residual_add", residual), refuse_tangent("plumb::residual_add", skip);
+  require_plain_autograd("plumb::residual_add", residual), require_plain_autograd("plumb::residual_add", skip);
   return ResidualAdd::apply(residual, skip, tau);
 }
 
@@ -118,7 +118,7 @@ struct ResidualSplit : Function<ResidualSplit> {
 };
 
 std::tuple<Tensor, Tensor> residual_split_autograd(const Tensor& input, double tau) {
-  refuse_tangent("plumb::residual_split", input);
+  require_plain_autograd("plumb::residual_split", input);
   if (!input.requires_grad() || !at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     return call_operator<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
@@ -146,11 +146,11 @@ struct Scale : Function<Scale<kForward>> {
 };
 
 Tensor scale_fwd_autograd(const Tensor& input, double scale) {
-  refuse_tangent("plumb::scale_fwd", input);
+  require_plain_autograd("plumb::scale_fwd", input);
   return Scale<true>::apply(input, scale);
 }
 Tensor scale_bwd_autograd(const Tensor& input, double scale) {
-  refuse_tangent("plumb::scale_bwd", input);
+  require_plain_autograd("plumb::scale_bwd", input);
   return Scale<false>::apply(input, scale);
 }
 

@@ -139,7 +139,7 @@ at::Tensor track_rounded_autograd(const at::Tensor& x, std::string_view fwd, std
                                   int64_t tracker) {
   if (fwd != "none") cached_format(fwd);
   if (bwd != "none") cached_format(bwd);
-  refuse_tangent("plumb::simulate_format", x);
+  require_plain_autograd("plumb::simulate_format", x);
   if (!ordinary(x)) return one_by_one(x, fwd, bwd, seed, dim, before, after, tracker);
   if (at::GradMode::is_enabled() && x.requires_grad())
     return TrackRounded::apply(x, std::string(fwd), std::string(bwd), seed, dim, before, after, tracker);
