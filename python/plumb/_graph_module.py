@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import types
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from ._capture.custom_functions import refuse_holders
 from ._capture.guards import Guards, enabled_autocast
 from ._errors import Error, ErrorKind
 from ._state import kept_ties, member, own_parameters, put_state, sync_state
-from ._trees import check_plain_inputs, children, structure_error, unflatten
+from ._trees import check_plain_inputs, children, layout, overriding_class, structure_error, unflatten
 
 
 def constant_result(function: Any) -> Any:
@@ -52,18 +54,26 @@ def _asked(handle: str) -> tuple[tuple[int, bool], ...]:
     return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
 
 
+def _in_words(kind: Any) -> str:
+    """Returns words for what `layout` returns."""
+    return "contiguous memory" if kind is True else f"strides {kind}" if isinstance(kind, tuple) else str(kind)
+
+
 class GraphModule(nn.Module):
     """A captured module: called like the original, sharing its parameters under the same names.
 
     ``.graph`` is the graph; ``print(m.graph)`` shows it. ``.notes`` lists what the capture noticed (constants kept,
     buffers re-assigned). It is made for the dtypes, shapes and devices of the inputs it was captured with, and for the
-    training mode: others are refused (transformed modules of :mod:`plumb.transforms` capture again by themselves). So is autocast
-    that was off when it was captured; a graph that was captured under autocast holds the casts. As long as the original lives, a call is refused also when something
-    has changed there that its forward had read: an attribute, a hook, a part's forward. A copy, and what is read from a file,
-    knows nothing of the original and stays what it is.
+    training mode: others are refused (transformed modules of :mod:`plumb.transforms` capture again by themselves). So are inputs of
+    another class with a ``__torch_function__``, of another layout if the forward asks for layouts, and autocast that was off when it
+    was captured; a graph that was captured under autocast holds the casts. As long as the original lives, a call is refused also
+    when something has changed there that its forward had read: an attribute, a hook, a part's forward. A copy, and what is read from
+    a file, knows nothing of the original and stays what it is.
     """
 
     _reports: tuple[dict, ...] = ()  # reports of the transforms that rewrote it
+    _input_layouts: tuple[str, Mapping[int, Any]] = ("", types.MappingProxyType({}))  # by the input's place; and the line that asks for one
+    _input_classes: Mapping[int, type] = types.MappingProxyType({})  # by the input's place, of those with a __torch_function__ of their own
 
     def __init__(
         self,
@@ -122,8 +132,10 @@ class GraphModule(nn.Module):
         sync_state(self._engine, self._slots)
         inside = _C.is_capturing()
         if self._simple == len(args) and not kwargs and not inside:
+            self._check_inputs(args)
             return self._engine.run1(*args)
         leaves = self._leaves(args, kwargs)
+        self._check_inputs(leaves)
         if self._plain_inputs is not None:
             leaves = [x if isinstance(x, Tensor) else None for x in leaves]
         out = _C.run_recorded(self._engine, leaves) if inside else self._engine.run(leaves)
@@ -142,6 +154,26 @@ class GraphModule(nn.Module):
         if self._plain_inputs is not None:
             check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, self._made_how, self._make_again)
         return leaves
+
+    def _check_inputs(self, leaves: Any) -> None:
+        """Raises `plumb.Error` for a tensor that the forward may treat otherwise than the one before: one of a class that answers
+        torch's functions itself, or of another layout if the forward asks for layouts."""
+        line, layouts = self._input_layouts
+        for place, x in enumerate(leaves):
+            if (type(x) is not Tensor or self._input_classes) and overriding_class(x) is not self._input_classes.get(place):
+                was, now = (cls.__qualname__ if cls else "plain tensor" for cls in (self._input_classes.get(place), overriding_class(x)))
+                why, remedy = "with its own __torch_function__ eager may compute something else", ".as_subclass(torch.Tensor)"
+            elif layouts and isinstance(x, Tensor) and layout(x) != layouts.get(place):
+                was, now = (f"tensor of {_in_words(kind)}" for kind in (layouts.get(place), layout(x)))
+                why, remedy = f"the forward asks for the layout at {line}", ".contiguous()"
+            else:
+                continue
+            name = [node.target for node in self.graph.nodes if node.op == "placeholder"][place]
+            raise Error(
+                f"input '{name}' is a {now} and was a {was} when {self._made_how}: {why}",
+                kind=ErrorKind.InvalidState,
+                remedy=f"{self._make_again} with such an input, or give the graph one as before ({name}{remedy}, for example)",
+            )
 
     _made_how, _make_again = "the graph was captured", "capture again"
 
@@ -239,6 +271,7 @@ class GraphModule(nn.Module):
         own_parameters(engine)
         call = (self._in_spec, self._out_spec, self._plain_inputs, self._plain_outputs)
         made = GraphModule(engine, *call, self.notes, self._program, self._made_in_training, self._autocast)
+        made._input_classes, made._input_layouts = dict(self._input_classes), (self._input_layouts[0], dict(self._input_layouts[1]))
         return made.train(self.training)
 
     # --- copies: the graph travels as text, the state as tensors ---

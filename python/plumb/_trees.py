@@ -144,9 +144,31 @@ def _find_named_tuple(name: str) -> type | None:
     return found if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields") else None
 
 
+def overriding_class(x: Any) -> type | None:
+    """Returns the class of a tensor whose ``__torch_function__`` eager calls and that a forward may ask for; None of all others."""
+    cls = type(x)
+    if cls is Tensor or cls is torch.nn.Parameter or not isinstance(x, Tensor):
+        return None
+    if cls.__torch_function__ is torch._C._disabled_torch_function_impl:
+        return None
+    return cls if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ else None
+
+
+def layout(x: Tensor) -> Any:
+    """Returns True for a contiguous tensor, the strides of any other strided one, and the name of another layout."""
+    return (x.is_contiguous() or x.stride()) if x.layout is torch.strided and not x.is_nested else str(x.layout)
+
+
 def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list, Any]:
     leaves, spec = flatten((args, kwargs))
     for x in leaves:
+        if isinstance(x, torch.fx.Proxy):
+            raise Error(
+                "torch.fx.symbolic_trace goes through a module that runs a graph, which takes tensors",
+                kind=ErrorKind.Unsupported,
+                remedy="a torch.fx.Tracer whose is_leaf_module(module, name) is true for it; or, of the whole model,"
+                " plumb.capture(model, *inputs).to_fx()",
+            )
         if not isinstance(x, (Tensor, *PLAIN)) and holds_tensors(x):
             raise Error(
                 f"an input of the model is a {_name(x)} that holds tensors, which a graph would take for constants",

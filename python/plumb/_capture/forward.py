@@ -26,6 +26,8 @@ from .._trees import (
     flatten_output,
     hashed,
     in_utf8,
+    layout,
+    overriding_class,
     plain_value,
     register_named_tuples,
     unflatten,
@@ -103,14 +105,6 @@ def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list
     return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
 
 
-def _class_of(x: Tensor) -> type | None:
-    """Returns the class of a tensor whose ``__torch_function__`` eager calls and that a forward may ask for; None of all others."""
-    cls = type(x)
-    if cls is Tensor or cls is nn.Parameter or cls.__torch_function__ is torch._C._disabled_torch_function_impl:
-        return None
-    return cls if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ else None
-
-
 class _Forward:
     """One forward to be captured, as the engine asks about it (``capture_python`` in bindings/capture.cpp)."""
 
@@ -123,9 +117,10 @@ class _Forward:
         self.one_graph = forward is None  # transformed modules have others
         self.grad_mode = self.one_graph or torch.is_grad_enabled()
         self.asks_grad_mode: list[str] = []  # lines
+        self.asks_layout: list[str] = []  # lines
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
-        self.classes = [_class_of(x) if isinstance(x, Tensor) else None for x in self.leaves]
+        self.classes = [overriding_class(x) for x in self.leaves]
         self.plain_inputs = [x for x in self.leaves if not isinstance(x, Tensor)]
         self.in_spec = _spec_json(self.spec, len(self.leaves))
         self.input_names = _input_names(self.run, args, kwargs)
@@ -190,7 +185,7 @@ class _Forward:
     @contextlib.contextmanager
     def traced(self, replace: dict) -> Iterator[None]:
         """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
-        with capture_lock, contextlib.ExitStack() as stack:
+        with capture_lock, torch_patches.unseen_by_tracers(), contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
             try:
                 with torch_patches.interrupts_wait():
@@ -215,7 +210,7 @@ class _Forward:
             stack.enter_context(replaced(replace))
         stack.enter_context(torch_patches.forced_eager())
         stack.enter_context(torch_patches.unoptimised_scripts(self.module))
-        stack.enter_context(watched_tensors(self.one_graph))
+        self.asks_layout = stack.enter_context(watched_tensors(self.one_graph))
         self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
 
 
@@ -231,15 +226,20 @@ class Captured(NamedTuple):
     guards: Callable[..., Guards]  # makes those of what the forward read, when the module is as it is to be again
     left: LeftTensors  # what the graph returns behind its outputs, if the forward was given
     written: set[tuple[int, Any]]  # (id of a dict or container, key) of what the forward has changed
+    asks_layout: str  # the line that asks for the layout of a tensor, if one does: the forward may take another path for others
 
     def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
         """`leaves`: the inputs of the capture."""
         self.engine.mode_read_at = guards.mode_line.encode(errors="backslashreplace").decode()  # a file's name may be any bytes
         plain_inputs = [plain_value(x) for x in leaves]
-        return GraphModule(
+        graph = GraphModule(
             self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training,
             autocast=enabled_autocast(), guards=guards,
         )  # fmt: skip
+        if self.asks_layout:
+            graph._input_layouts = self.asks_layout, {p: layout(x) for p, x in enumerate(leaves) if isinstance(x, Tensor)}
+        graph._input_classes = {place: cls for place, x in enumerate(leaves) if (cls := overriding_class(x)) is not None}
+        return graph
 
 
 def capture_engine(
@@ -311,7 +311,8 @@ def capture_engine(
             return guards_of(request.observer, module, written, forward, parts, request.plain_inputs, made_once)
 
     return Captured(
-        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left, written
+        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left, written,
+        next(iter(request.asks_layout), ""),
     )
 
 
@@ -349,7 +350,7 @@ def signature(leaves: list) -> tuple:
     """The facts about inputs that a graph is specialized to. A forward may ask for a layout, and an operator refuse it."""
     try:
         return tuple([
-            (_class_of(x), x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride())
+            (overriding_class(x), x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride())
             if isinstance(x, Tensor) else hashed(x)
             for x in leaves
         ])

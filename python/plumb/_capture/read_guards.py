@@ -47,6 +47,15 @@ class Settings:
     def dtype(self) -> torch.dtype:
         return torch.get_default_dtype()
 
+    @property
+    def function_modes(self) -> tuple[Any, ...]:
+        """The default device, unless it is the CPU, and the classes of the user's modes that change what torch's functions do."""
+        if not torch._C._len_torch_function_stack():
+            return ()
+        modes = torch.overrides._get_current_function_mode_stack()
+        devices = [m.device for m in modes if isinstance(m, torch.utils._device.DeviceContext) and m.device.type != "cpu"]
+        return (*devices[-1:], *[type(m) for m in modes if type(m).__module__.partition(".")[0] not in ("torch", "plumb")])
+
 
 class Place:
     """A place in a list."""
@@ -358,7 +367,9 @@ class _Resolver:
                 self.hooks_of(sub)
         of_all = HooksOfAllModules()
         self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
-        self.guards.add(ATTRIBUTE, Settings(), "dtype", torch.get_default_dtype(), "torch.get_default_dtype()")
+        settings = Settings()
+        self.guards.add(ATTRIBUTE, settings, "dtype", settings.dtype, "torch.get_default_dtype()")
+        self.guards.add(ATTRIBUTE, settings, "function_modes", settings.function_modes, "the modes of torch.overrides that are on")
 
     def parts(self, module: nn.Module) -> None:
         """Which modules a module has, and their classes. A transformed one looks itself (`Tree`)."""

@@ -58,6 +58,15 @@ def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
     return ask
 
 
+def _layout(read: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
+    def ask(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_capturing() and not (code := _reader().f_code).co_filename.startswith(INSIDE):
+            lines.append(f"{code.co_filename}:{_reader().f_lineno}")
+        return read(self, *args, **kwargs)
+
+    return ask
+
+
 def as_given(x: Any) -> Any:
     """An input of a part that is captured inside of another capture, as it was given where it hangs on inputs of that."""
     asks = isinstance(x, Tensor) and x.requires_grad and not _C.requires_grad_as_given(x, False)
@@ -120,13 +129,14 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def watched_tensors(one_graph: bool) -> Iterator[None]:
+def watched_tensors(one_graph: bool) -> Iterator[list[str]]:
     """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
     hooks on tensors and other ``requires_grad`` of parameters. `one_graph`: no other graph exists for inputs whose ``requires_grad``
-    differs, so reads of it are guarded."""
+    differs, so reads of it are guarded. Yields the user's lines that ask for the layout of a tensor."""
     base = torch._C.TensorBase
+    lines: list[str] = []
     if "shape" in Tensor.__dict__:  # a capture inside of another
-        yield
+        yield lines
         return
     hook, set_in_place = Tensor.register_hook, Tensor.requires_grad_
 
@@ -149,5 +159,6 @@ def watched_tensors(one_graph: bool) -> Iterator[None]:
     watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
     watches["data"] = property(base.data.__get__, _set_data)
     watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
+    watches |= {name: _layout(getattr(Tensor, name), lines) for name in ("is_contiguous", "stride")}
     with patched(Tensor, register_hook=register_hook, requires_grad_=requires_grad_, tolist=_tolist, **watches):
-        yield
+        yield lines

@@ -75,6 +75,18 @@ def forced_eager() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unseen_by_tracers() -> Iterator[None]:
+    """Context manager in which torch.jit.trace and dispatch modes (of make_fx, a counter of flops) see nothing: they see the graph's run."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        torch._C._set_tracing_state(state)
+
+
 def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
     """Returns whether autocast is on, and to which dtype, on the CPU, and on the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator()
