@@ -110,6 +110,16 @@ std::unordered_set<const Value*> written_after_they_are_made(const Graph& graph,
   return written;
 }
 
+// Returns whether the result is the first input in memory of its own: x.clone(), x.contiguous(), the 0 + x of Python's
+// sum().
+bool is_copy(const Node* node) {
+  if (!node->is_call() || node->num_inputs() != 1 || node->num_results() != 1) return false;
+  const bool adds_nothing = node->is_op("aten::add") && number_of(node->arg(1)) == 0.0;
+  if (!adds_nothing && !node->is_op("aten::clone") && !node->is_op("aten::contiguous")) return false;
+  const auto &before = node->input(0)->meta(), &after = node->result()->meta();
+  return before && after && before->dtype == after->dtype && before->strides == after->strides;
+}
+
 class AddScaler {
  public:
   AddScaler(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
@@ -309,6 +319,24 @@ class AddScaler {
 bool is_add(const Node* node) {
   return node->target() == "aten::add.Tensor" || node->target() == "aten::add.Scalar" ||
          node->target() == "aten::add_.Tensor" || node->target() == "aten::add_.Scalar";
+}
+
+bool read_past_copies(GraphModule& module) {
+  Graph& graph = module.graph();
+  const auto written = written_after_they_are_made(graph, module.state());
+  bool changed = false;
+  for (Node* add : graph.nodes()) {
+    if (add->target() != "aten::add.Tensor" || add->num_inputs() != 2) continue;
+    for (size_t k = 0; k < 2; ++k) {
+      for (Node* copy = add->input(k)->producer(); is_copy(copy); copy = add->input(k)->producer()) {
+        if (written.contains(copy->result()) || written.contains(copy->input(0))) break;
+        add->set_input(k, copy->input(0));
+        if (!copy->result()->has_uses()) graph.erase(copy);
+        changed = true;
+      }
+    }
+  }
+  return changed;
 }
 
 ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,

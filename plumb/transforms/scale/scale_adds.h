@@ -15,6 +15,10 @@ namespace plumb {
 // True for torch's adds of tensors and of numbers, in place or not.
 bool is_add(const Node* node);
 
+// Adds of copies become adds of what was copied, so that a skip that is one is seen to be what the branch starts from.
+// Returns whether there were any.
+bool read_past_copies(GraphModule& module);
+
 struct ScaledAdds {
   bool changed = false;
   std::unordered_map<std::string, int64_t> depth_of;  // TauRule::Depth: residual layers, by parameter on a branch

@@ -41,6 +41,39 @@ TEST(ScaleAdds, FindsASkipThatANormCastToTheTypeItHas) {
       << "a cast to another type and a copy stay";
 }
 
+TEST(ScaleAdds, FindASkipThatIsACopy) {
+  // x.clone() + f(x), and Python's sum([x, f(x)]), which begins with 0 + x.
+  for (const char* copy : {"aten::clone(%x)", "aten::contiguous(%x)", "aten::add.Tensor(%x, 0)"}) {
+    const std::string text = after_scaling(std::string(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %c: f32[4, 8] = )") + copy + R"(
+      %f: f32[4, 8] = aten::gelu(%x)
+      %y: f32[4, 8] = aten::add.Tensor(%c, %f)
+      output(%y)
+    })");
+    EXPECT_EQ(text, same(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
+      %f: f32[4, 8] = plumb::gelu(%x_branch)
+      %y: f32[4, 8] = plumb::residual_add(%f, %x_skip, 0.5)
+      output(%y)
+    })"))
+        << copy;
+  }
+  // The copy holds what a write through a view of unknown inverse changes.
+  EXPECT_THAT(after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %h: f32[4, 8] = aten::tanh(%x)
+      %c: f32[4, 8] = aten::clone(%h)
+      %v: f32[1, 4, 8] = aten::unsqueeze(%h, 0)
+      %m: f32[1, 4, 8] = aten::mul_.Scalar(%v, 2)
+      %f: f32[4, 8] = aten::gelu(%h)
+      %y: f32[4, 8] = aten::add.Tensor(%c, %f)
+      output(%y)
+    })"),
+              HasSubstr("aten::clone(%h)"));
+}
+
 TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
   // The value of each sum is that of the rounded operand: any factor would let the other one through.
   for (const char* estimator : {"%q = aten::round(%x) %s = aten::sub.Tensor(%q, %x) %d = aten::detach(%s)",

@@ -82,6 +82,7 @@ class UnitScaler {
     changed_ |= erase_identities(graph_);
     changed_ |= fuse_patterns(graph_, {.inexact = true});
     changed_ |= functionalise(module_, nullptr, true);
+    changed_ |= read_past_copies(module_);
   }
 
   // --- stage 1
