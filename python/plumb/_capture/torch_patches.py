@@ -104,7 +104,7 @@ class HooksOfAllModules:
     def now(self) -> tuple:
         torch_module = nn.modules.module
         tables = [getattr(torch_module, f"_global_{kind}_hooks") for kind in _KINDS_OF_HOOKS]
-        # Of a list: an empty tuple is one object then, and a guard that compares objects sees it unchanged.
+        # A tuple that is made of an empty list is always one object, so that a guard sees it unchanged.
         return tuple([item for table in tables for item in list(table.items()) if not hasattr(item[1], "of_capture")])
 
 
