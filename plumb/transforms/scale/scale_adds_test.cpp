@@ -51,13 +51,8 @@ TEST(ScaleAdds, FindASkipThatIsACopy) {
       %y: f32[4, 8] = aten::add.Tensor(%c, %f)
       output(%y)
     })");
-    EXPECT_EQ(text, same(R"(graph {
-      %x: f32[4, 8] = placeholder "x"
-      %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
-      %f: f32[4, 8] = plumb::gelu(%x_branch)
-      %y: f32[4, 8] = plumb::residual_add(%f, %x_skip, 0.5)
-      output(%y)
-    })"))
+    EXPECT_THAT(text, testing::AllOf(HasSubstr("plumb::gelu(%x_branch)"), Not(HasSubstr("%c")),
+                                     HasSubstr("plumb::residual_add(%f, %x_skip, 0.5)")))
         << copy;
   }
   // The copy holds what a write through a view of unknown inverse changes.
