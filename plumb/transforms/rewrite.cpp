@@ -18,10 +18,7 @@ bool is_identity(const Node* node) {
     const Arg* arg = node->try_arg(name);
     return !arg || arg->is_none() || (arg->is_constant() && arg->constant().isBool() && !arg->constant().toBool());
   };
-  if (!is_off("copy") || !is_off("memory_format")) return false;
-  const auto before = node->input(0)->meta(), after = node->result()->meta();
-  return before && after && before->dtype == after->dtype && before->device == after->device &&
-         before->strides == after->strides;
+  return is_off("copy") && is_off("memory_format") && keeps_type(node);
 }
 
 }  // namespace
@@ -33,6 +30,12 @@ Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<A
   made->meta() = node->meta();
   made->result()->set_meta(like->meta());
   return made;
+}
+
+bool keeps_type(const Node* node) {
+  const auto &before = node->input(0)->meta(), &after = node->result()->meta();
+  return before && after && before->dtype == after->dtype && before->device == after->device &&
+         before->strides == after->strides;
 }
 
 bool erase_identities(Graph& graph) {

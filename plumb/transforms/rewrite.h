@@ -19,6 +19,9 @@ namespace plumb {
 Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<Arg> args, const Node* node,
                   const Value* like);
 
+// Returns whether a call's result has the type, the device and the strides of its first input.
+bool keeps_type(const Node* node);
+
 // Erases calls that return their first input itself: a cast to the type and device that it has, as norms of libraries
 // have one. What reads their results reads that input: one tensor is one value again. Returns whether there were any.
 bool erase_identities(Graph& graph);

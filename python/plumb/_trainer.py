@@ -99,11 +99,11 @@ class Trainer:
             raise Error(
                 f"a {type(model).__name__} is neither a .pt2 file nor a graph", remedy="plumb.capture(model, *example_inputs)"
             )
-        self._batches = batches = None
+        batches = None
         if isinstance(data, (str, os.PathLike)):
             options["data"] = os.fspath(data)
         elif data is not None:
-            self._batches = batches = _Batches(data)
+            batches = _Batches(data)
         path = "" if config is None else os.fspath(config)
         texts = {name.replace("_", "-"): _texts(value) for name, value in options.items() if value is not None}
         self.options = _C.train_toml(path, texts)
@@ -121,10 +121,6 @@ class Trainer:
         self._progress = progress() if self._wants_progress is None else Progress() if self._wants_progress else None
         try:
             return TrainResult(*self._trainer.run())
-        except Error as error:
-            if self._batches is None or self._batches.raised is None:
-                raise
-            raise error from self._batches.raised
         finally:
             self._trainer = None  # its folder of checkpoints is free for the next
             if self._graph is not None and any(p.is_meta for p in self._graph.parameters()):
@@ -179,16 +175,8 @@ class _Batches:
         self._source = source
         self._iterator: Iterator | None = None
         self._taken = 0  # number of batches taken from the current iterator
-        self.raised: Exception | None = None  # the exception of the user's iterable that ended the training, with its lines
 
     def next(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        try:
-            return self._next()
-        except Exception as error:
-            self.raised = None if isinstance(error, Error) else error
-            raise
-
-    def _next(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for _ in range(2):
             if self._iterator is None:
                 self._iterator, self._taken = iter(self._source), 0

@@ -162,9 +162,8 @@ def test_no_type_of_model_runs_code_or_fetches_what_its_config_names(which, othe
     assert not (tmp_path / "ran").exists(), "code of a folder was run"
     assert not (tmp_path / "connected").exists(), (tmp_path / "connected").read_text()
     assert not (tmp_path / "fetched").exists(), (tmp_path / "fetched").read_text()
-    asks = 0 if REFUSES_KERNELS else 50 // every
-    assert which == "names" or found["kernels"] >= asks, found
-    assert found["tried"] > 800 // every and found["refused"] > min(20 // every, asks), found
+    assert which == "names" or REFUSES_KERNELS or found["kernels"] > 50 // every, found
+    assert found["tried"] > 800 // every and found["refused"] > 20 // every, found
     assert which == "guard" or found["refused"] == found["tried"], found
 
 

@@ -55,12 +55,17 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def module_of(how, called_before):
+    module = MADE[how]()
+    if called_before:
+        module(x)
+    return module
+
+
 @made
 @called
 def test_a_dispatch_mode_sees_the_run_and_changes_no_bit(how, called_before):
-    module, expected = MADE[how](), MADE[how]()(x)
-    if called_before:
-        module(x)
+    module, expected = module_of(how, called_before), MADE[how]()(x)
     with Seen() as seen:
         assert torch.equal(module(x), expected)
     assert torch.equal(module(x), expected)
@@ -70,18 +75,14 @@ def test_a_dispatch_mode_sees_the_run_and_changes_no_bit(how, called_before):
 @made
 @called
 def test_make_fx_gives_the_same_numbers(how, called_before):
-    module = MADE[how]()
-    if called_before:
-        module(x)
+    module = module_of(how, called_before)
     assert torch.equal(make_fx(module)(x)(other), module(other))
 
 
 @made
 @called
 def test_a_trace_of_jit_gives_the_same_numbers(how, called_before):
-    module = MADE[how]()
-    if called_before:
-        module(x)
+    module = module_of(how, called_before)
     if how == "track_scales":
         for whole in (module, Around(module)):
             with pytest.raises(plumb.Error, match="measures nothing.*\n.*without track_scales"):

@@ -115,9 +115,7 @@ std::unordered_set<const Value*> written_after_they_are_made(const Graph& graph,
 bool is_copy(const Node* node) {
   if (!node->is_call() || node->num_inputs() != 1 || node->num_results() != 1) return false;
   const bool adds_nothing = node->is_op("aten::add") && number_of(node->arg(1)) == 0.0;
-  if (!adds_nothing && !node->is_op("aten::clone") && !node->is_op("aten::contiguous")) return false;
-  const auto &before = node->input(0)->meta(), &after = node->result()->meta();
-  return before && after && before->dtype == after->dtype && before->strides == after->strides;
+  return (adds_nothing || node->is_op("aten::clone") || node->is_op("aten::contiguous")) && keeps_type(node);
 }
 
 class AddScaler {
