@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import zoo
 from capture_checks import needs_positions
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from transform_models import Branches
 
@@ -21,6 +22,30 @@ def entries(model, kind):
 
 
 # --- parameters
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(
+    ("compute", "make_permanent"),
+    [
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), lambda layer: prune.remove(layer, "weight")),
+        (parametrizations.weight_norm, lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+    ],
+)
+def test_a_scaled_weight_that_is_computed_later_is_refused_by_name_until_it_is_permanent(compute, make_permanent, ran):
+    model, x = unit_scale(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))), torch.randn(6, 8)
+    if ran:
+        model(x)
+    other = copy.deepcopy(model)
+    compute(model[0])
+    with pytest.raises(plumb.Error, match=r"'0\.weight' was unit-scaled, and is computed now") as caught:
+        model(x)
+    assert "before unit_scale" in caught.value.remedy
+    make_permanent(model[0])
+    other[0].weight.data.copy_(model[0].weight)
+    assert torch.equal(model(x), other(x))
+    model[0] = nn.Identity()  # not computed: gone
+    assert model(torch.randn(6, 16)).shape == (6, 4)
 
 
 class FunctionalLinear(nn.Module):

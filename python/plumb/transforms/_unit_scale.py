@@ -83,9 +83,11 @@ class UnitScalePass:
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
     logged: set[str] = field(default_factory=set)  # parameters
     given_back: dict[str, dict] = field(default_factory=dict)  # by parameter, the line of every report
+    weights: dict[str, type] = field(default_factory=dict)  # that are scaled, with the class of the module that has them
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
+        self.require_weights(module)
         mine = _kept(captured)
         self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
@@ -95,12 +97,25 @@ class UnitScalePass:
         for name, kind, depth in tags if self.scaling is not None else ():
             if name in parameters and name not in self.users_tags:
                 tag_parameter(parameters[name], kind, depth)
+        self.weights = {e["node"]: type(_owner(module, e["node"])) for e in report["entries"] if e["kind"] == "weight"}
         for e in report["entries"]:
             if e["kind"] in ("weight", "bias"):
                 self.log_parameter(e["node"], e["kind"])
             else:
                 _log(e)
         return report
+
+    def require_weights(self, module: nn.Module) -> None:
+        """Raises an Error for a scaled weight that its module computes now: the operator would be a plain one."""
+        for name, kind in self.weights.items():
+            owner = _owner(module, name)
+            if isinstance(owner, kind) and name.rpartition(".")[2] not in (owner._parameters | owner._buffers):
+                raise Error(
+                    f"'{name}' was unit-scaled, and is computed now (pruning, weight norm, another parametrization): its "
+                    "layer would be a plain one, with a weight that is none of the plain model's",
+                    kind=ErrorKind.InvalidState,
+                    remedy="put it on before unit_scale, or make it permanent (prune.remove, remove_parametrizations)",
+                )
 
     def give_back(self, module: nn.Module) -> None:
         """Their own values to the parameters of parts that custom autograd functions call: these compute what they did."""
@@ -128,6 +143,14 @@ class UnitScalePass:
         if name not in self.logged:
             logger.info("unit scaling weight: %s" if kind == "weight" else "setting bias to zero: %s", name)
         self.logged.add(name)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module | None:
+    """Returns the module that has, or had, a parameter; None where there is no module any more."""
+    try:
+        return module.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -215,6 +238,8 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
     for (first, *_), _, kind in proposals:
         if first in changed:
             run.log_parameter(first, kind)
+            if kind == "weight":
+                run.weights[first] = type(_owner(module, first))
 
 
 def unit_scale(
