@@ -2,6 +2,7 @@
 all."""
 
 import collections
+import contextlib
 import copy
 import enum
 import functools
@@ -35,6 +36,48 @@ class Asks(nn.Module):
         h = h * 2 if h.requires_grad else h
         y = self.second(self.first(h))
         return y + 1 if y.requires_grad else y
+
+
+@contextlib.contextmanager
+def set_meanwhile(setter, value, before):
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+@pytest.mark.parametrize(
+    "name, changed",
+    [
+        ("is_inference_mode_enabled", torch.inference_mode),
+        ("are_deterministic_algorithms_enabled", lambda: set_meanwhile(torch.use_deterministic_algorithms, True, False)),
+        ("is_anomaly_enabled", lambda: torch.autograd.set_detect_anomaly(True)),
+        ("get_num_threads", lambda: set_meanwhile(torch.set_num_threads, 7, torch.get_num_threads())),
+    ],
+)
+def test_a_setting_of_torch_that_the_forward_asks_for_is_part_of_what_a_graph_was_made_for(name, changed):
+    class AsksForASetting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.inference_mode():
+                assert torch.is_inference_mode_enabled()  # which the forward itself has changed
+            return self.layer(x) * (1 + int(getattr(torch, name)()))
+
+    model, x = AsksForASetting(), torch.randn(2, 4)
+    tracked, graph = track_scales(model), plumb.capture(model, x)
+    before = model(x)
+    assert torch.equal(tracked(x), before) and torch.equal(graph(x), before)
+    with changed():
+        after = model(x)
+        assert not torch.equal(after, before)
+        assert torch.equal(tracked(x), after) and torch.equal(plumb.capture(model, x)(x), after)
+        with pytest.raises(plumb.Error, match=rf"'torch\.{name}\(\)', which the forward had read, has changed"):
+            graph(x)
+    assert torch.equal(tracked(x), before)
 
 
 def test_a_forward_hears_whether_inputs_require_gradients_as_they_were_given():

@@ -51,7 +51,7 @@ from .guards import Guards, enabled_autocast
 from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
 from .read_guards import guards_of
 from .replacements import replaced
-from .tensor_reads import is_check, watched_grad_mode, watched_tensors
+from .tensor_reads import is_check, settings_now, watched_grad_mode, watched_settings, watched_tensors
 from .torch_patches import INSIDE
 
 _LEAF = {"type": None, "context": None, "children_spec": []}
@@ -118,6 +118,8 @@ class _Forward:
         self.grad_mode = self.one_graph or torch.is_grad_enabled()
         self.asks_grad_mode: list[str] = []  # lines
         self.asks_layout: list[str] = []  # lines
+        self.settings = settings_now()
+        self.asks_settings: set[str] = set()  # names
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
         self.classes = [overriding_class(x) for x in self.leaves]
@@ -212,6 +214,7 @@ class _Forward:
         stack.enter_context(torch_patches.unoptimised_scripts(self.module))
         self.asks_layout = stack.enter_context(watched_tensors(self.one_graph))
         self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
+        self.asks_settings = stack.enter_context(watched_settings(self.settings))
 
 
 class Captured(NamedTuple):
@@ -305,10 +308,11 @@ def capture_engine(
     if calls is not None:
         calls[:] = found
     asks_grad_mode = bool(request.asks_grad_mode)
+    settings = {name: request.settings[name] for name in request.asks_settings}
 
     def guards(parts: bool = False) -> Guards:
         with capture_lock:  # another capture has its own functions in torch's places
-            return guards_of(request.observer, module, written, forward, parts, request.plain_inputs, made_once)
+            return guards_of(request.observer, module, written, forward, parts, request.plain_inputs, made_once, settings)
 
     return Captured(
         engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left, written,

@@ -57,6 +57,17 @@ class Settings:
         return (*devices[-1:], *[type(m) for m in modes if type(m).__module__.partition(".")[0] not in ("torch", "plumb")])
 
 
+class Setting:
+    """A setting of torch, by the name of the function that returns it."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @property
+    def now(self) -> Any:
+        return getattr(torch, self._name)()
+
+
 class Place:
     """A place in a list."""
 
@@ -407,10 +418,12 @@ def guards_of(
     parts: bool = False,
     inputs: list = [],  # noqa: B006 (never written)
     made_once: list = [],  # noqa: B006 (never written)
+    settings: dict[str, Any] = {},  # noqa: B006 (never written)
 ) -> Guards:
     """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
     the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too.
-    `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads."""
+    `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads.
+    `settings`: those of torch that the forward asked for, by their function."""
     make = _Resolver(module, written)
     for key, owner in observer.iterators.items():
         raise Error(
@@ -444,6 +457,8 @@ def guards_of(
     make.tensors(observer, module)
     for change in made_once:
         make.guards.add_made_once(change)
+    for name, value in settings.items():
+        make.guards.add(ATTRIBUTE, Setting(name), "now", value, f"torch.{name}()")
     for inner in observer.inner:
         make.guards.include(inner)
     make.guards.mode_line = make.guards.mode_line or observer.mode_line

@@ -128,6 +128,36 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
         yield lines
 
 
+# Functions of torch that return a setting of a thread or a process.
+SETTINGS = ("is_inference_mode_enabled", "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_num_threads")
+
+
+def settings_now() -> dict[str, Any]:
+    return {name: getattr(torch, name)() for name in SETTINGS}
+
+
+@contextlib.contextmanager
+def watched_settings(outside: dict[str, Any]) -> Iterator[set[str]]:
+    """Makes SETTINGS return what they did outside to the model's own code, as a capture always runs without inference mode.
+    Yields the names of those that were asked for, but where the forward had changed them itself."""
+    asked: set[str] = set()
+    inside = {**outside, "is_inference_mode_enabled": False}
+
+    def watched(name: str, original: Callable[[], Any]) -> Callable[[], Any]:
+        def setting() -> Any:
+            frame = past_modes(sys._getframe(1))
+            now = original()
+            if now != inside[name] or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
+                return now
+            asked.add(name)
+            return outside[name]
+
+        return setting
+
+    with patched(torch, **{name: watched(name, getattr(torch, name)) for name in SETTINGS}):
+        yield asked
+
+
 @contextlib.contextmanager
 def watched_tensors(one_graph: bool) -> Iterator[list[str]]:
     """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
