@@ -16,6 +16,7 @@
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
+#include "plumb/transforms/vocabulary/split_vocabulary.h"
 
 namespace plumb {
 namespace {
@@ -397,6 +398,12 @@ bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* re
   check(options.tau_mlp, "tau_mlp");
   check(options.residual_mult, "residual_mult");
   check(options.residual_attn_ratio, "residual_attn_ratio");
+  if (const std::string part = divided_parameter(module.state()); !part.empty())
+    throw Error(ErrorKind::Unsupported,
+                "unit_scale: '" + part +
+                    "' is a part of a head that split_vocabulary divided, whose loss is a sum of parts, " +
+                    "which would be scaled like any other sum",
+                "", "unit_scale the undivided model");
   Report own("unit_scale");
   return UnitScaler(module, options, report ? *report : own, mup).run();
 }

@@ -71,7 +71,8 @@ struct UnitScaleOptions {
 };
 
 // Rewrites the graph in place. A changed parameter becomes a new tensor of the state; all others stay shared with the
-// module's other users. Returns whether anything changed. Adds to `mup`.
+// module's other users. Returns whether anything changed. Adds to `mup`. Throws Error(InvalidArgument) for a tau that
+// is no positive number, and Error(Unsupported) for a head that split_vocabulary divided.
 bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* report = nullptr,
                 MupTable* mup = nullptr);
 

@@ -93,6 +93,9 @@ class Divider {
   bool run() {
     bool changed = false;
     for (Node* node : module_.graph().nodes()) {
+      if (node->is_op("plumb::cross_entropy"))
+        report_.add(ReportKind::LeftAlone, node, "plumb::cross_entropy", "",
+                    "it is unit-scaled: its gradient has a factor");
       if (!node->is_op("aten::cross_entropy_loss")) continue;
       Head head;
       std::string reason = find_head(node, head);
@@ -287,6 +290,11 @@ std::optional<Rows> part_named(const std::string& text) {
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts) {
   return transformed(derive(not_null(module)), "split_vocabulary",
                      [parts](GraphModule& made, Report& report) { return split(made, parts, report); });
+}
+
+std::string divided_parameter(const State& state) {
+  const auto part = std::ranges::find_if(state, [](const Attr& attr) { return part_named(attr.name).has_value(); });
+  return part == state.end() ? "" : part->name;
 }
 
 State join_vocabulary(const State& state) {

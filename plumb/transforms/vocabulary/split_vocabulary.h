@@ -14,6 +14,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "plumb/transforms/module.h"
 
@@ -21,9 +22,12 @@ namespace plumb {
 
 // Divides every such pair that it finds in `parts`, and leaves alone, with the reason in the report: a weight with
 // other users (tied to an embedding), logits that something else reads, a loss with weights, smoothing or probabilities
-// as targets, and a float-point type other than float32 and float64. Throws Error(InvalidArgument) for less than two
-// parts.
+// as targets, a unit-scaled loss, and a float-point type other than float32 and float64. Throws Error(InvalidArgument)
+// for less than two parts.
 std::shared_ptr<TransformedModule> split_vocabulary(const std::shared_ptr<GraphModule>& module, int parts);
+
+// Returns the name of a parameter of the state that holds some rows of a divided one, or "".
+std::string divided_parameter(const State& state);
 
 // Returns a state in which the rows of each parameter are one tensor again, under its name. Throws
 // Error(InvalidArgument) where rows are missing between others.

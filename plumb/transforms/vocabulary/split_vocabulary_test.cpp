@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
+#include "plumb/transforms/scale/unit_scale.h"
 #include "tests/gpt_graph.h"
 #include "tests/message_of.h"
 
@@ -110,6 +111,9 @@ TEST(SplitVocabulary, LeavesAloneWhatItCannotDivideAndSaysWhy) {
     broadcast->state().set("head.bias", at::ones(sizes).requires_grad_());
     EXPECT_THAT(reason(broadcast), HasSubstr("its bias has another size"));
   }
+  EXPECT_THAT(reason(unit_scale(head())), HasSubstr("it is unit-scaled"));
+  EXPECT_THAT(message_of([] { unit_scale(split_vocabulary(head(), 2)); }),
+              HasSubstr("'head.weight[0:5]' is a part of a head that split_vocabulary divided"));
   EXPECT_THAT(message_of([] { split_vocabulary(head(), 1); }), HasSubstr("1 parts"));
   EXPECT_THAT(reason(head("%targets: i64[6]", "%targets: u8[6]")), HasSubstr("its targets are not int64"));
   EXPECT_FALSE(run_pass(find_pass("split_vocabulary"), *head(), {{"parts", "4294967298"}}));  // 2 in 32 bits
