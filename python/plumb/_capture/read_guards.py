@@ -40,23 +40,6 @@ _VALUES = (*PLAIN, list, tuple, dict, set, np.ndarray)  # that a guard holds as 
 # --- objects of which one property says whether something is as it was: guards compare it like any attribute ---
 
 
-class Settings:
-    """Settings of torch that operators read."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.get_default_dtype()
-
-    @property
-    def function_modes(self) -> tuple[Any, ...]:
-        """The default device, unless it is the CPU, and the classes of the user's modes that change what torch's functions do."""
-        if not torch._C._len_torch_function_stack():
-            return ()
-        modes = torch.overrides._get_current_function_mode_stack()
-        devices = [m.device for m in modes if isinstance(m, torch.utils._device.DeviceContext) and m.device.type != "cpu"]
-        return (*devices[-1:], *[type(m) for m in modes if type(m).__module__.partition(".")[0] not in ("torch", "plumb")])
-
-
 class Setting:
     """A setting of torch, by the name of the function that returns it."""
 
@@ -66,6 +49,18 @@ class Setting:
     @property
     def now(self) -> Any:
         return getattr(torch, self._name)()
+
+
+class FunctionModes:
+    """Changes to torch's functions: the default device, unless it is the CPU, and the classes of the user's modes."""
+
+    @property
+    def now(self) -> tuple[Any, ...]:
+        if not torch._C._len_torch_function_stack():
+            return ()
+        modes = torch.overrides._get_current_function_mode_stack()
+        devices = [m.device for m in modes if isinstance(m, torch.utils._device.DeviceContext) and m.device.type != "cpu"]
+        return (*devices[-1:], *[type(m) for m in modes if type(m).__module__.partition(".")[0] not in ("torch", "plumb")])
 
 
 class Place:
@@ -378,9 +373,8 @@ class _Resolver:
                 self.hooks_of(sub)
         of_all = HooksOfAllModules()
         self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
-        settings = Settings()
-        self.guards.add(ATTRIBUTE, settings, "dtype", settings.dtype, "torch.get_default_dtype()")
-        self.guards.add(ATTRIBUTE, settings, "function_modes", settings.function_modes, "the modes of torch.overrides that are on")
+        modes = FunctionModes()
+        self.guards.add(ATTRIBUTE, modes, "now", modes.now, "the modes of torch.overrides that are on")
 
     def parts(self, module: nn.Module) -> None:
         """Which modules a module has, and their classes. A transformed one looks itself (`Tree`)."""
@@ -457,7 +451,7 @@ def guards_of(
     make.tensors(observer, module)
     for change in made_once:
         make.guards.add_made_once(change)
-    for name, value in settings.items():
+    for name, value in {"get_default_dtype": torch.get_default_dtype(), **settings}.items():
         make.guards.add(ATTRIBUTE, Setting(name), "now", value, f"torch.{name}()")
     for inner in observer.inner:
         make.guards.include(inner)

@@ -83,7 +83,7 @@ class UnitScalePass:
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
     logged: set[str] = field(default_factory=set)  # parameters
     given_back: dict[str, dict] = field(default_factory=dict)  # by parameter, the line of every report
-    weights: dict[str, type] = field(default_factory=dict)  # that are scaled, with the class of the module that has them
+    owners: dict[str, type] = field(default_factory=dict)  # by scaled weight, the class of its module
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
@@ -97,7 +97,7 @@ class UnitScalePass:
         for name, kind, depth in tags if self.scaling is not None else ():
             if name in parameters and name not in self.users_tags:
                 tag_parameter(parameters[name], kind, depth)
-        self.weights = {e["node"]: type(_owner(module, e["node"])) for e in report["entries"] if e["kind"] == "weight"}
+        self.note_owners(module, [e["node"] for e in report["entries"] if e["kind"] == "weight"])
         for e in report["entries"]:
             if e["kind"] in ("weight", "bias"):
                 self.log_parameter(e["node"], e["kind"])
@@ -105,11 +105,14 @@ class UnitScalePass:
                 _log(e)
         return report
 
+    def note_owners(self, module: nn.Module, weights: Iterable[str]) -> None:
+        self.owners = {name: type(_owner(module, name)) for name in weights}
+
     def require_weights(self, module: nn.Module) -> None:
         """Raises an Error for a scaled weight that its module computes now: the operator would be a plain one."""
-        for name, kind in self.weights.items():
+        for name, kind in self.owners.items():
             owner = _owner(module, name)
-            if isinstance(owner, kind) and name.rpartition(".")[2] not in (owner._parameters | owner._buffers):
+            if owner is not None and isinstance(owner, kind) and name.rpartition(".")[2] not in (owner._parameters | owner._buffers):
                 raise Error(
                     f"'{name}' was unit-scaled, and is computed now (pruning, weight norm, another parametrization): its "
                     "layer would be a plain one, with a weight that is none of the plain model's",
@@ -235,11 +238,10 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
         for name, buffer in sub.named_buffers(recurse=False):  # only a graph shows which are weights
             proposals.append((names[f"{path}.{name}" if path else name], buffer, None))
     changed = set(run.scaling.propose(proposals))
-    for (first, *_), _, kind in proposals:
-        if first in changed:
-            run.log_parameter(first, kind)
-            if kind == "weight":
-                run.weights[first] = type(_owner(module, first))
+    scaled = [(first, kind) for (first, *_), _, kind in proposals if first in changed]
+    for name, kind in scaled:
+        run.log_parameter(name, kind)
+    run.note_owners(module, [name for name, kind in scaled if kind == "weight"])
 
 
 def unit_scale(
