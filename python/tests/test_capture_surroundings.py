@@ -57,17 +57,12 @@ def set_meanwhile(setter, value, before):
     ],
 )
 def test_a_setting_of_torch_that_the_forward_asks_for_is_part_of_what_a_graph_was_made_for(name, changed):
-    class AsksForASetting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def asks(m, x):
+        with torch.inference_mode():
+            assert torch.is_inference_mode_enabled()  # which the forward itself has changed
+        return m.layer(x) * (1 + int(getattr(torch, name)()))
 
-        def forward(self, x):
-            with torch.inference_mode():
-                assert torch.is_inference_mode_enabled()  # which the forward itself has changed
-            return self.layer(x) * (1 + int(getattr(torch, name)()))
-
-    model, x = AsksForASetting(), torch.randn(2, 4)
+    model, x = Net(asks), torch.randn(2, 4)
     tracked, graph = track_scales(model), plumb.capture(model, x)
     before = model(x)
     assert torch.equal(tracked(x), before) and torch.equal(graph(x), before)

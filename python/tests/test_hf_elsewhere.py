@@ -157,7 +157,7 @@ def run_python(text, arguments, cwd, other=""):
 @pytest.mark.parametrize("other", VERSIONS)
 @pytest.mark.parametrize("which", ["names", "guard"])
 def test_no_type_of_model_runs_code_or_fetches_what_its_config_names(which, other, tmp_path):
-    every = 1 if os.environ.get("PLUMB_LONG_TESTS") or which == "names" else 8  # a type's model takes a second
+    every = 1 if os.environ.get("PLUMB_LONG_TESTS") or which == "names" else 4  # a type's model takes a second
     found = json.loads(run_python(EVERY_TYPE, [which, str(every)], tmp_path, other).splitlines()[-1])
     assert not (tmp_path / "ran").exists(), "code of a folder was run"
     assert not (tmp_path / "connected").exists(), (tmp_path / "connected").read_text()

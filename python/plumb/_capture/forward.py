@@ -51,7 +51,7 @@ from .guards import Guards, enabled_autocast
 from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
 from .read_guards import guards_of
 from .replacements import replaced
-from .tensor_reads import is_check, settings_now, watched_grad_mode, watched_settings, watched_tensors
+from .tensor_reads import is_check, settings_now, watched_settings, watched_tensors
 from .torch_patches import INSIDE
 
 _LEAF = {"type": None, "context": None, "children_spec": []}
@@ -116,10 +116,9 @@ class _Forward:
         self.run = forward if forward is not None else module
         self.one_graph = forward is None  # transformed modules have others
         self.grad_mode = self.one_graph or torch.is_grad_enabled()
-        self.asks_grad_mode: list[str] = []  # lines
         self.asks_layout: list[str] = []  # lines
         self.settings = settings_now()
-        self.asks_settings: set[str] = set()  # names
+        self.asks_settings: dict[str, str] = {}  # lines by the function of torch
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
         self.classes = [overriding_class(x) for x in self.leaves]
@@ -213,8 +212,8 @@ class _Forward:
         stack.enter_context(torch_patches.forced_eager())
         stack.enter_context(torch_patches.unoptimised_scripts(self.module))
         self.asks_layout = stack.enter_context(watched_tensors(self.one_graph))
-        self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
-        self.asks_settings = stack.enter_context(watched_settings(self.settings))
+        answers = {**self.settings, "is_grad_enabled": self.grad_mode}
+        self.asks_settings = stack.enter_context(watched_settings(answers))
 
 
 class Captured(NamedTuple):
@@ -284,8 +283,8 @@ def capture_engine(
     left.forget_state(engine)
     written = request.state_guard.written
     told = [torch_patches.TOLD_NOTE] if request.told_libraries else []
-    if request.asks_grad_mode:
-        mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
+    if line := request.asks_settings.get("is_grad_enabled"):
+        mode = "on" if request.grad_mode else "off"
         told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")
     if request.one_graph and left.names:
         names = ", ".join(f"'{name}'" for name in left.names)
@@ -307,8 +306,8 @@ def capture_engine(
         tell_engine(parameter)
     if calls is not None:
         calls[:] = found
-    asks_grad_mode = bool(request.asks_grad_mode)
-    settings = {name: request.settings[name] for name in request.asks_settings}
+    asks_grad_mode = "is_grad_enabled" in request.asks_settings
+    settings = {name: value for name, value in request.settings.items() if name in request.asks_settings}
 
     def guards(parts: bool = False) -> Guards:
         with capture_lock:  # another capture has its own functions in torch's places

@@ -111,25 +111,9 @@ def _tolist(self: Tensor) -> Any:
     return torch._C.TensorBase.tolist(self if known is None else known)
 
 
-@contextlib.contextmanager
-def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
-    """Makes torch.is_grad_enabled() return this value to the model's own code outside of its own torch.no_grad(), as a
-    capture always runs with gradients on. Yields the lines that ask."""
-    original, lines = torch.is_grad_enabled, []
-
-    def is_grad_enabled() -> bool:
-        frame = past_modes(sys._getframe(1))
-        if not original() or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
-            return original()
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        return answer
-
-    with patched(torch, is_grad_enabled=is_grad_enabled):
-        yield lines
-
-
-# Functions of torch that return a setting of a thread or a process.
+# Functions of torch that return a setting of a thread or a process, of which graphs are made for one value.
 SETTINGS = ("is_inference_mode_enabled", "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_num_threads")
+_WITHIN = {"is_grad_enabled": True, "is_inference_mode_enabled": False}  # as a capture always runs
 
 
 def settings_now() -> dict[str, Any]:
@@ -137,24 +121,23 @@ def settings_now() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def watched_settings(outside: dict[str, Any]) -> Iterator[set[str]]:
-    """Makes SETTINGS return what they did outside to the model's own code, as a capture always runs without inference mode.
-    Yields the names of those that were asked for, but where the forward had changed them itself."""
-    asked: set[str] = set()
-    inside = {**outside, "is_inference_mode_enabled": False}
+def watched_settings(answers: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """Makes these functions of torch return these values to the model's own code, where it has not changed the setting itself
+    (``with torch.no_grad():``). Yields the functions that it asks, each with the first line that does."""
+    asked: dict[str, str] = {}
 
     def watched(name: str, original: Callable[[], Any]) -> Callable[[], Any]:
         def setting() -> Any:
             frame = past_modes(sys._getframe(1))
             now = original()
-            if now != inside[name] or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
+            if now != _WITHIN.get(name, answers[name]) or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
                 return now
-            asked.add(name)
-            return outside[name]
+            asked.setdefault(name, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            return answers[name]
 
         return setting
 
-    with patched(torch, **{name: watched(name, getattr(torch, name)) for name in SETTINGS}):
+    with patched(torch, **{name: watched(name, getattr(torch, name)) for name in answers}):
         yield asked
 
 

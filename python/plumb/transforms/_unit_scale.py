@@ -111,8 +111,8 @@ class UnitScalePass:
     def require_weights(self, module: nn.Module) -> None:
         """Raises an Error for a scaled weight that its module computes now: the operator would be a plain one."""
         for name, kind in self.owners.items():
-            owner = _owner(module, name)
-            if owner is not None and isinstance(owner, kind) and name.rpartition(".")[2] not in (owner._parameters | owner._buffers):
+            owner, leaf = _owner(module, name), name.rpartition(".")[2]
+            if owner is not None and isinstance(owner, kind) and leaf not in owner._parameters and leaf not in owner._buffers:
                 raise Error(
                     f"'{name}' was unit-scaled, and is computed now (pruning, weight norm, another parametrization): its "
                     "layer would be a plain one, with a weight that is none of the plain model's",
