@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .._trees import PLAIN
 from .cpython import instructions_of
 from .guards import DEEPEST, Guards
-from .torch_patches import INSIDE, patched
+from .torch_patches import INSIDE, Modules, patched
 
 MEMBERS = 200  # the most parts of a container, or attributes of an object, that are looked at
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -211,14 +211,14 @@ class Observer:
         if attention or not frame.f_code.co_filename.startswith(INSIDE):
             self.mode_line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def begin(self, module: nn.Module, forward: Any, inputs: list) -> None:
+    def begin(self, modules: Modules, forward: Any, inputs: list) -> None:
         """Looks at what a forward meets without a read of an attribute: hooks, methods that operators call, inputs."""
         for part in (forward, *inputs):
             self.look_at(part)
-        for sub in module.modules():
+        for _, sub in modules:
             for hooks in filter(None, map(sub.__dict__.get, HOOKS)):
                 self.look_at(hooks)
-        for cls in {type(sub) for sub in module.modules()}:
+        for cls in {type(sub) for _, sub in modules}:
             for part in parts_of_class(cls):
                 self.look_at(part)
 

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from operator import is_
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from .._state import constants_of
 from .._trees import PLAIN, holds_tensors
 from .attribute_reads import is_object, is_users_class
 from .guards import DEEPEST, MISSING, MOST
-from .torch_patches import patched
+from .torch_patches import Modules, patched
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # others look after these
 _LIBRARIES = ("torch", "plumb", "numpy", "builtins")  # whose objects keep no state of the model's
@@ -98,11 +98,9 @@ class Table(NamedTuple):
             yield from [(i, a, b) for i, (a, b) in enumerate(zip(before, live)) if a is not b]
 
 
-def changed_slots(tables: list[Table]) -> Iterator[tuple[Table, Any, Any, Any]]:
+def changed_slots(tables: Iterable[Table]) -> Iterator[tuple[Table, Any, Any, Any]]:
     """Returns (table, key, before, now) of all slots with another object. They may be written meanwhile."""
     for table in tables:
-        if type(table.live) is OrderedDict and not table.live and not table.before:
-            continue  # most tables: the hooks of a module that has none
         for key, before, now in list(table.differences()):
             yield table, key, before, now
 
@@ -142,20 +140,32 @@ def _walk(
         _walk(table.slot(key), v, depth + 1, found, seen, table, key)
 
 
-def tables(module: nn.Module) -> list[Table]:
-    """Returns the tables of all modules, in the order in which a walk from the root meets them."""
-    found: list[Table] = []
-    seen: set[int] = set()
+class ModuleTables:
+    """The tables of all modules, in the order in which a walk from the root meets them. A dict of a module's that was empty,
+    such as its hooks, is one as soon as something is in it."""
 
-    for name, sub in module.named_modules():
-        table = Table(name, sub.__dict__, dict(sub.__dict__), True, sub)
-        found.append(table)
-        if isinstance(sub._buffers, dict):  # those of a scripted module are C++'s
-            found.append(Table(name, sub._buffers, dict(sub._buffers), True, holds_buffers=True))
-        for key, value in list(sub.__dict__.items()):
-            if key not in _STATE and key != "forward" and type(value) not in PLAIN:
-                _walk(table.slot(key), value, 1, found, seen, table, key)
-    return found
+    def __init__(self, modules: Modules):
+        self._tables: list[Table] = []
+        self._empty: list[tuple[Table, str, OrderedDict]] = []  # (table of the module's attributes, key, dict)
+        seen: set[int] = set()
+        for name, sub in modules:
+            table = Table(name, sub.__dict__, dict(sub.__dict__), True, sub)
+            self._tables.append(table)
+            if isinstance(sub._buffers, dict):  # those of a scripted module are C++'s
+                self._tables.append(Table(name, sub._buffers, dict(sub._buffers), True, holds_buffers=True))
+            for key, value in table.before.items():
+                if type(value) is OrderedDict and not value:
+                    if id(value) not in seen:
+                        seen.add(id(value))
+                        self._empty.append((table, key, value))
+                elif type(value) not in PLAIN and key not in _STATE and key != "forward":
+                    _walk(table.slot(key), value, 1, self._tables, seen, table, key)
+
+    def __iter__(self) -> Iterator[Table]:
+        yield from self._tables
+        for table, key, live in self._empty:
+            if live:
+                yield Table(table.slot(key), live, {}, False, parent=table, key=key)
 
 
 _PLAIN_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, np.ndarray)
@@ -246,15 +256,16 @@ class ModuleStateGuard:
     the forward did to them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.tables = tables(module)
+        self.module = module
+        self.modules = list(module.named_modules())
+        self.tables = ModuleTables(self.modules)
         self.parts = [  # those of a scripted module are C++'s
             (name, what, table, dict(table))
-            for name, sub in module.named_modules()
+            for name, sub in self.modules
             for what, table in (("parameter", sub._parameters), ("module", sub._modules))
             if isinstance(table, dict)
         ]
-        self.parameters = list(module.parameters())
-        self.modes = [(sub, sub.training) for sub in module.modules()]
+        self.modes = [(sub, sub.training) for _, sub in self.modules]
         self.changes: list[Change] = []  # changed values that are no tensors, as the last restore() found them
         # Changed slots with tensors, as the last tensors() found them: those that held none in the same places, and those that did.
         self.kept: list[Change] = []
@@ -266,7 +277,7 @@ class ModuleStateGuard:
         self.numpy_state = self.numpy.get_state() if self.numpy else None
         self.generators = [
             (_full(name, key), value, copy.deepcopy(value))
-            for name, sub in module.named_modules()
+            for name, sub in self.modules
             for key, value in sub.__dict__.items()
             if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
         ]
@@ -324,7 +335,7 @@ class ModuleStateGuard:
 
     def _hang_on_inputs(self, tensors: list) -> bool:
         """Returns whether autograd would pass a gradient of these to anything but the module's parameters."""
-        own = {id(p) for p in self.parameters}
+        own = {id(p) for p in self.module.parameters()}
         nodes = [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
         seen = set(nodes)
         while nodes:
@@ -360,7 +371,8 @@ class ModuleStateGuard:
                     f"attribute '{name}' changed from {told[0]} to {told[1]} in the forward: a graph does not"
                 )
         for sub, training in self.modes:
-            sub.training = training
+            if sub.training is not training:
+                sub.training = training
         if random.getstate() != self.random:
             random.setstate(self.random)
             drawn.append("Python's random")
@@ -452,7 +464,7 @@ class _Written(NamedTuple):
 class LeftTensors:
     """Tensors that a forward has left in `tables`, taken while its capture runs. `outputs`: the tensors, in order."""
 
-    def __init__(self, tables: list[Table]):
+    def __init__(self, tables: Iterable[Table]):
         self.outputs: list[Tensor] = []
         self._written: list[_Written] = []
         for table, key, before, now in changed_slots(tables):

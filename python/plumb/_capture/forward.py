@@ -198,11 +198,12 @@ class _Forward:
                     stack.close()
 
     def _change_torch(self, stack: contextlib.ExitStack, replace: dict) -> None:
+        modules = self.state_guard.modules
         if self.guarded and self.observer is None:  # the first capture's reads are those of the graph
             self.observer = stack.enter_context(observed())
-            self.observer.begin(self.module, self.run, self.plain_inputs)
+            self.observer.begin(modules, self.run, self.plain_inputs)
         stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
-        stack.enter_context(torch_patches.module_stack(self.module))
+        stack.enter_context(torch_patches.module_stack(modules))
         stack.enter_context(torch_patches.refused_seeds())
         stack.enter_context(opaque_functions())
         stack.enter_context(torch_patches.higher_order_operators())
@@ -210,7 +211,7 @@ class _Forward:
         if replace:
             stack.enter_context(replaced(replace))
         stack.enter_context(torch_patches.forced_eager())
-        stack.enter_context(torch_patches.unoptimised_scripts(self.module))
+        stack.enter_context(torch_patches.unoptimised_scripts(modules))
         self.asks_layout = stack.enter_context(watched_tensors(self.one_graph))
         answers = {**self.settings, "is_grad_enabled": self.grad_mode}
         self.asks_settings = stack.enter_context(watched_settings(answers))
@@ -399,8 +400,9 @@ def capture(
     leaves, _ = flatten_inputs(args, kwargs)
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
     guards = captured.guards(parts=True)
-    guards.add_parameters(module)
-    guards.add_buffers(module, captured.written)
+    modules = list(module.named_modules())
+    guards.add_parameters(modules)
+    guards.add_buffers(modules, captured.written)
     guards.end_with(module)
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from .._trees import PLAIN, hashed
-from .torch_patches import autocast_regions
+from .torch_patches import Modules, autocast_regions
 
 # Kinds of entries, as bindings/guards.cpp counts them. An entry is (kind, holder, key, expected, contents).
 ITEM, ABSENT, ATTRIBUTE, TENSOR, TYPE, CELL = range(6)
@@ -159,12 +159,11 @@ class _MadeOnce:
 
 
 class _Classes:
-    """The classes of the parts of a module. It keeps no part alive."""
+    """The classes of modules. It keeps none of them alive."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, modules: Modules):
         self.known = [
-            (weakref.ref(sub), type(sub), f"{path}.__class__" if path else "__class__")
-            for path, sub in module.named_modules()
+            (weakref.ref(sub), type(sub), f"{path}.__class__" if path else "__class__") for path, sub in modules
         ]
 
     @property
@@ -193,12 +192,17 @@ class Guards:
         if (kind, id(holder), key) in self._known:
             return False
         self._known.add((kind, id(holder), key))
-        follows = kind in (ITEM, ATTRIBUTE, CELL)
-        contents = _contents(expected, []) if follows else []
-        pairs = zip(contents[::2], contents[1::2])
-        held = [x for pair in pairs if id(pair[0]) not in skipped for x in pair]
+        if kind not in (ITEM, ATTRIBUTE, CELL):
+            held, frozen = [], _Same(expected)
+        elif type(expected) is OrderedDict and not expected and id(expected) not in skipped:
+            held, frozen = [expected, ()], (OrderedDict, [])  # most entries: hooks of a module that has none
+        else:
+            contents = _contents(expected, [])
+            pairs = zip(contents[::2], contents[1::2])
+            held = [x for pair in pairs if id(pair[0]) not in skipped for x in pair]
+            frozen = _frozen(expected, 0, skipped)
         self.entries.append((kind, holder, key, expected, tuple(held)))
-        self._frozen.append(_frozen(expected, 0, skipped) if follows else _Same(expected))
+        self._frozen.append(frozen)
         self.names.append(name)
         return True
 
@@ -221,9 +225,9 @@ class Guards:
         if tied := _Tied([slot for slot in slots if isinstance(slot[0], dict)]):
             self.add(ATTRIBUTE, tied, "other", None, "")
 
-    def add_parameters(self, module: nn.Module) -> None:
-        """Adds which tensors the module's parameters are. A module that is moved to another device gets new ones."""
-        tables = [(path, sub._parameters) for path, sub in module.named_modules()]
+    def add_parameters(self, modules: Modules) -> None:
+        """Adds which tensors the modules' parameters are. A module that is moved to another device gets new ones."""
+        tables = [(path, sub._parameters) for path, sub in modules]
         self.add(ATTRIBUTE, _Tensors(tables), "other", None, "")
 
     def add_made_once(self, change: Any) -> None:
@@ -231,14 +235,14 @@ class Guards:
         values = (change.before, change.now)
         self.add(ATTRIBUTE, _MadeOnce(change.table.live, change.key, values), "unchanged", True, change.name)
 
-    def add_buffers(self, module: nn.Module, written: set[tuple[int, Any]]) -> None:
-        """Adds which tensors the module's buffers are. `written`: (id of a table, key) of those that the forward replaces."""
-        tables = [(path, sub._buffers) for path, sub in module.named_modules()]
+    def add_buffers(self, modules: Modules, written: set[tuple[int, Any]]) -> None:
+        """Adds which tensors the modules' buffers are. `written`: (id of a table, key) of those that the forward replaces."""
+        tables = [(path, sub._buffers) for path, sub in modules]
         self.add(ATTRIBUTE, _Tensors(tables, written), "other", None, "")
 
-    def add_classes(self, module: nn.Module) -> None:
-        """Adds the classes of the module and its parts."""
-        self.add(ATTRIBUTE, _Classes(module), "other", None, "")
+    def add_classes(self, modules: Modules) -> None:
+        """Adds the classes of the modules."""
+        self.add(ATTRIBUTE, _Classes(modules), "other", None, "")
 
     def hold(self) -> bool:
         """Returns whether everything is as it was read. Values that are equal and other objects are the same."""

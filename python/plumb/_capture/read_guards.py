@@ -29,7 +29,7 @@ from .attribute_reads import (
     users_classes,
 )
 from .guards import ABSENT, ATTRIBUTE, CELL, DEEPEST, ITEM, MISSING, TENSOR, Guards, containers_in
-from .torch_patches import INSIDE, HooksOfAllModules
+from .torch_patches import INSIDE, HooksOfAllModules, Modules
 
 _LARGEST = 10_000  # elements of a tensor whose value is held
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -133,9 +133,10 @@ class AbsentOfClass:
 class _Resolver:
     """Makes guards of reads, when the module is as before the capture."""
 
-    def __init__(self, module: nn.Module, written: set[tuple[int, Any]]):
+    def __init__(self, modules: Modules, written: set[tuple[int, Any]]):
         self.guards = Guards()
-        self.names = {id(sub): name for name, sub in module.named_modules()}
+        self.modules = modules
+        self.names = {id(sub): name for name, sub in modules}
         self.written = written
         self.containers = {at for at, _ in written}
         self._codes: set[tuple] = set()
@@ -367,19 +368,18 @@ class _Resolver:
             if isinstance(hooks, dict):
                 self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
 
-    def hooks(self, module: nn.Module, with_root: bool) -> None:
-        for sub in module.modules():
-            if sub is not module or with_root:
-                self.hooks_of(sub)
+    def hooks(self, with_root: bool) -> None:
+        for _, sub in self.modules if with_root else self.modules[1:]:
+            self.hooks_of(sub)
         of_all = HooksOfAllModules()
         self.value(ATTRIBUTE, of_all, "now", of_all.now, "hooks of all modules")
         modes = FunctionModes()
         self.guards.add(ATTRIBUTE, modes, "now", modes.now, "the modes of torch.overrides that are on")
 
-    def parts(self, module: nn.Module) -> None:
+    def parts(self) -> None:
         """Which modules a module has, and their classes. A transformed one looks itself (`Tree`)."""
-        self.guards.add_classes(module)
-        for sub in module.modules():
+        self.guards.add_classes(self.modules)
+        for _, sub in self.modules:
             self.parts_of(sub)
 
     def parts_of(self, sub: nn.Module) -> None:
@@ -418,20 +418,20 @@ def guards_of(
     the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too.
     `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads.
     `settings`: those of torch that the forward asked for, by their function."""
-    make = _Resolver(module, written)
+    make = _Resolver(list(module.named_modules()), written)
     for key, owner in observer.iterators.items():
         raise Error(
             f"the forward reads the iterator '{make._name(owner, key)}', and a graph has the value that it gave at the capture",
             kind=ErrorKind.Capture,
             remedy="take its next value where the model is called, and pass it as an input",
         )
-    make.hooks(module, with_root=forward is None)
-    for sub in module.modules():
+    make.hooks(with_root=forward is None)
+    for _, sub in make.modules:
         make.forward(sub, own=sub is not module or forward is None)
         if isinstance(sub, torch.jit.ScriptModule):
             make.scripted(sub)
     if parts:
-        make.parts(module)
+        make.parts()
     if forward is not None:
         make.functions_in(forward)
     for part in inputs:
@@ -439,7 +439,7 @@ def guards_of(
     others = {id(o): o for o in observer.reads.values() if isinstance(o, nn.Module) and id(o) not in make.names}
     for sub in others.values():
         make.other_module(sub)
-    classes = {type(sub) for sub in (*module.modules(), *others.values())} | observer.classes
+    classes = {type(sub) for sub in (*(sub for _, sub in make.modules), *others.values())} | observer.classes
     for part in [part for cls in classes for part in parts_of_class(cls)]:
         make.functions_in(part)
     for value in observer.unnoted.values():

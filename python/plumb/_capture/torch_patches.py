@@ -19,6 +19,7 @@ from .cpython import calls_go_to
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PLUMB = os.path.dirname(os.path.dirname(__file__)) + os.sep
 INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
+Modules = list[tuple[str, nn.Module]]  # of ``named_modules()``: a walk over them costs as much as the forward of a few
 
 
 @contextlib.contextmanager
@@ -109,9 +110,9 @@ class HooksOfAllModules:
 
 
 @contextlib.contextmanager
-def module_stack(module: nn.Module) -> Iterator[None]:
-    """Tells the engine which module's forward runs, by hooks on every module."""
-    names = {id(sub): name for name, sub in module.named_modules()}
+def module_stack(modules: Modules) -> Iterator[None]:
+    """Tells the engine which module's forward runs, by hooks on every module. `modules`: those with a name."""
+    names = {id(sub): name for name, sub in modules}
 
     def enter(sub: nn.Module, _args: Any) -> None:
         _C.push_module(names.get(id(sub), ""), type(sub).__name__)
@@ -169,9 +170,9 @@ def unseen_saved_tensors() -> ContextManager:
 
 
 @contextlib.contextmanager
-def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
+def unoptimised_scripts(modules: Modules) -> Iterator[None]:
     """Scripted code runs operator by operator, not as functions with a backward of their own."""
-    for sub in module.modules():
+    for _, sub in modules:
         if isinstance(sub, torch.jit.ScriptModule) and hasattr(getattr(sub, "forward", None), "_debug_flush_compilation_cache"):
             sub.forward._debug_flush_compilation_cache()
     function = torch.jit.ScriptFunction

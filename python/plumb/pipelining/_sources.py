@@ -130,7 +130,7 @@ class _AsCut:
         if first is None:
             self.ids = {name: (id(p), p.device) for name, p in module.named_parameters()}
             self.parameters = Guards()
-            self.parameters.add_parameters(module)
+            self.parameters.add_parameters(list(module.named_modules()))
             self.parameters.end_with(module)
         else:
             self.ids, self.parameters = first.ids, first.parameters
