@@ -39,7 +39,6 @@ from .attribute_reads import Observer, observed
 from .attribute_writes import (
     MISSING,
     Change,
-    LeftTensors,
     ModuleStateGuard,
     input_tables,
     refuse_modules,
@@ -48,6 +47,7 @@ from .attribute_writes import (
 from .call_sites import here
 from .custom_functions import opaque_functions
 from .guards import Guards, enabled_autocast
+from .left_tensors import LeftTensors
 from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
 from .read_guards import guards_of
 from .replacements import replaced

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from .. import _C
 from .._capture.attribute_reads import include
-from .._capture.attribute_writes import LeftTensors, random_states, refuse_modules, set_random_states
+from .._capture.attribute_writes import random_states, refuse_modules, set_random_states
 from .._capture.call_sites import Call, hint
 from .._capture.forward import capture_engine, capture_lock, signature
 from .._capture.guards import GraphStore, Guards, Tree, enabled_autocast
+from .._capture.left_tensors import LeftTensors
 from .._capture.replacements import Replacements
 from .._capture.tensor_reads import as_given
 from .._errors import Error, ErrorKind
