@@ -1,6 +1,9 @@
 #include "plumb/graph/pattern.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
+#include <array>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
@@ -15,26 +18,32 @@ class Matcher {
   explicit Matcher(bool through_casts) : through_casts_(through_casts) {}
 
   bool node(const Node* pattern, Node* candidate) {
-    if (auto it = nodes_.find(pattern); it != nodes_.end()) return it->second == candidate;
+    for (const auto& [known, node] : nodes) {
+      if (known == pattern) return node == candidate;
+    }
     if (!candidate->is_call() || !same_operator(*pattern, *candidate)) return false;
     if (candidate->result_layout() != pattern->result_layout()) return false;
     const bool swaps = is_commutative(*pattern) && is_commutative(*candidate);
     for (int order = 0; order < (swaps ? 2 : 1); ++order) {
-      Matcher saved = *this;
-      nodes_[pattern] = candidate;
+      const std::array before = {nodes.size(), bound.size(), inner_casts.size(), input_casts.size()};
+      nodes.emplace_back(pattern, candidate);
       bool fits = true;
       for (size_t i = 0; i < pattern->args().size() && fits; ++i) {
         fits = argument(pattern->arg(i), candidate->arg(order == 1 && i < 2 ? 1 - i : i));
       }
       if (fits) return true;
-      *this = std::move(saved);
+      nodes.resize(before[0]);
+      bound.resize(before[1]);
+      inner_casts.resize(before[2]);
+      input_casts.resize(before[3]);
     }
     return false;
   }
 
-  std::unordered_map<const Node*, Node*> nodes_;
-  std::unordered_map<std::string, Arg> bound_;
-  std::vector<Node*> inner_casts_, input_casts_;
+  // What a node and a placeholder of the pattern stand for. Most attempts end at the second node.
+  c10::SmallVector<std::pair<const Node*, Node*>, 12> nodes;
+  std::vector<std::pair<const Node*, Arg>> bound;
+  std::vector<Node*> inner_casts, input_casts;
 
  private:
   bool is_transparent(const Node* node) const { return through_casts_ ? is_float_cast(node) : is_cast_to_same(node); }
@@ -60,7 +69,7 @@ class Matcher {
       if (!candidate.is_value()) return false;
       Value* value = candidate.value();
       while (is_transparent(value->producer()) && !same_operator(*v->producer(), *value->producer())) {
-        inner_casts_.push_back(value->producer());
+        inner_casts.push_back(value->producer());
         value = value->producer()->input(0);
       }
       return value->result_index() == v->result_index() && node(v->producer(), value->producer());
@@ -87,16 +96,19 @@ class Matcher {
       if (candidate.is_value() ? candidate.value()->is_tensor() != placeholder.is_tensor() : !is_number(candidate))
         return false;
     }
-    auto [it, fresh] = bound_.emplace(placeholder.producer()->target(), candidate);
-    if (fresh || it->second == candidate) return true;
-    return candidate.is_value() && it->second.is_value() && source(candidate) == source(it->second);
+    for (const auto& [known, arg] : bound) {
+      if (known != placeholder.producer()) continue;
+      return arg == candidate || (candidate.is_value() && arg.is_value() && source(candidate) == source(arg));
+    }
+    bound.emplace_back(placeholder.producer(), candidate);
+    return true;
   }
 
   // Returns the value that the casts before `arg` start from.
   const Value* source(const Arg& arg) {
     const Value* value = arg.value();
     for (Node* cast; is_transparent(cast = value->producer()); value = cast->input(0)) {
-      if (!is_cast_to_same(cast)) input_casts_.push_back(cast);
+      if (!is_cast_to_same(cast)) input_casts.push_back(cast);
     }
     return value;
   }
@@ -141,13 +153,13 @@ std::optional<Match> Pattern::match(Node* root, bool through_casts) const {
   if (!matcher.node(root_, root)) return std::nullopt;
   Match match;
   match.root = root;
-  match.nodes = std::move(matcher.inner_casts_);
-  match.casts = std::move(matcher.input_casts_);
-  for (const auto& [pattern, node] : matcher.nodes_) match.nodes.push_back(node);
+  match.nodes = std::move(matcher.inner_casts);
+  match.casts = std::move(matcher.input_casts);
+  for (const auto& [pattern, node] : matcher.nodes) match.nodes.push_back(node);
   std::sort(match.nodes.begin(), match.nodes.end(),
             [](const Node* a, const Node* b) { return a != b && a->is_before(b); });
   match.nodes.erase(std::unique(match.nodes.begin(), match.nodes.end()), match.nodes.end());
-  match.bound = std::move(matcher.bound_);
+  for (auto& [placeholder, arg] : matcher.bound) match.bound.emplace(placeholder->target(), std::move(arg));
   return match;
 }
 

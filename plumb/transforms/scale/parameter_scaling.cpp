@@ -298,9 +298,13 @@ std::unordered_map<const Node*, std::string> take_back_contested(std::map<std::s
 
 }  // namespace
 
-void ParameterRoles::moved(const Node* from, const Node* to) {
+void ParameterRoles::moved(const std::unordered_map<const Node*, const Node*>& replaced) {
   for (auto* table : {&weights, &biases}) {
-    for (auto& [name, entry] : *table) std::replace(entry.operators.begin(), entry.operators.end(), from, to);
+    for (auto& [name, entry] : *table) {
+      for (const Node*& node : entry.operators) {
+        if (auto it = replaced.find(node); it != replaced.end()) node = it->second;
+      }
+    }
   }
 }
 

@@ -110,8 +110,8 @@ struct ParameterRoles {
   // Operators that must not be replaced, because their weight is used by something else, too.
   std::unordered_map<const Node*, std::string> left_alone;
 
-  // Notes that the operator was replaced by another node.
-  void moved(const Node* from, const Node* to);
+  // Notes which operators were replaced by which nodes.
+  void moved(const std::unordered_map<const Node*, const Node*>& replaced);
 };
 
 // Plans the parameters' roles. becomes: what the operator would be replaced by, null if it would not be. Where a tensor

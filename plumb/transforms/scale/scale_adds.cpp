@@ -97,15 +97,16 @@ bool stops_gradient(const Node& node) {
 
 // Returns values whose memory a later node writes. A split of such a value would hold it as it was before.
 std::unordered_set<const Value*> written_after_they_are_made(const Graph& graph, const State& state) {
+  bool writes = false;
+  for (const Node* node : graph.nodes()) writes = writes || may_write(*node);
+  if (!writes) return {};
   const Aliases aliases(graph, &state, Aliases::Inputs::Distinct);
   std::unordered_set<const Value*> written;
-  std::unordered_set<const Node*> passed;
   for (const Node* node : graph.nodes()) {
     for (const Value* result : node->results()) {
       const Node* write = aliases.last_write(aliases.memory(result));
-      if (write && write != node && !passed.count(write)) written.insert(result);
+      if (write && node->is_before(write)) written.insert(result);
     }
-    passed.insert(node);
   }
   return written;
 }

@@ -184,6 +184,7 @@ class UnitScaler {
   }
 
   void replace_by_equivalents() {
+    std::unordered_map<const Node*, const Node*> replaced;
     for (Node* node : graph_.nodes()) {
       const Equivalent* equivalent = find_equivalent(node);
       if (!equivalent) {
@@ -218,10 +219,11 @@ class UnitScaler {
       const bool attends = equivalent->scaled_by == ScaledBy::Attention;
       report_.add(ReportKind::Replaced, node, node->target(), made->target(),
                   attends ? "gradients of query and key start small: one factor serves them and those of value" : "");
-      roles_.moved(node, made);
+      replaced.emplace(node, made);
       graph_.replace_node(node, made);
       changed_ = true;
     }
+    roles_.moved(replaced);
   }
 
   void report_without_equivalent(const Node* node) {
