@@ -1,6 +1,7 @@
 """Graphs whose inputs, mode or surroundings are of another kind than when they were captured."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -111,3 +112,69 @@ def test_attention_in_eval_has_the_bits_of_eager_without_its_fused_kernels():
             assert torch.equal(graph(x, src_key_padding_mask=padding), encoder(x, src_key_padding_mask=padding))
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+
+
+QUESTIONS = {
+    "is_leaf": lambda m, x: x.is_leaf,
+    "grad_fn": lambda m, x: x.grad_fn is None,
+    "grad_fn of a result": lambda m, x: m.layer(x).grad_fn is None,
+    "output_nr": lambda m, x: x.output_nr == 0,
+    "retains_grad": lambda m, x: x.retains_grad,
+    "grad": lambda m, x: x.grad is None,
+    "grad of a parameter": lambda m, x: m.layer.weight.grad is None,
+    "_version": lambda m, x: x._version == 0,
+    "_version of a buffer": lambda m, x: m.buffer._version == 0,
+    "_version of a parameter": lambda m, x: m.layer.weight._version == 0,
+    "_base": lambda m, x: x._base is None,
+    "_is_view": lambda m, x: x._is_view(),
+    "_backward_hooks": lambda m, x: x._backward_hooks is None,
+    "data_ptr": lambda m, x: x.data_ptr() == m.buffer.data_ptr(),
+    "storage_offset": lambda m, x: x.storage_offset() == 0,
+    "untyped_storage": lambda m, x: x.untyped_storage().nbytes() == 32,
+    "storage": lambda m, x: len(x.storage()) == 8,
+}
+
+
+class Asks(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.layer, self.question = nn.Linear(4, 4, bias=False), question
+        self.register_buffer("buffer", torch.ones(4))
+
+    def forward(self, x):
+        return self.layer(x) * (2 if self.question(self, x) else 3)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("how", [plumb.capture, lambda m, x: plumb.transforms.track_scales(m)(x)])
+def test_a_question_about_the_past_or_the_memory_of_a_tensor_is_refused_by_name(name, how):
+    x = torch.randn(2, 4, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about the gradient of a tensor that is no leaf
+        with pytest.raises(plumb.Error, match=f"asks a tensor for {name.split()[0]}, .*\n.*test_capture_modes.py"):
+            how(Asks(QUESTIONS[name]), x)
+
+
+@pytest.mark.parametrize("name", ["is_leaf", "grad_fn", "output_nr", "retains_grad"])
+def test_the_past_of_a_tensor_that_requires_no_gradient_is_told(name):
+    model, x = Asks(QUESTIONS[name]), torch.randn(2, 4)
+    graph = plumb.capture(model, x)
+    assert torch.equal(graph(x), model(x))
+    with pytest.raises(plumb.Error, match="asked whether an input requires a gradient"):
+        graph(x * torch.ones(1, requires_grad=True))
+
+
+def test_what_is_the_same_in_every_call_may_be_asked():
+    def asks(m, x):
+        p = m.layer.weight
+        x.detach().requires_grad_().sum().backward()
+        return p.is_leaf and p.grad_fn is None and p._base is None and p.storage_offset() == 0
+
+    model, x = Asks(asks), torch.randn(2, 4)
+    assert torch.equal(plumb.capture(model, x)(x), model(x))
+
+
+def test_a_graph_whose_forward_asks_for_the_order_of_dimensions_is_for_that_one():
+    model, x = Asks(lambda m, x: x.dim_order() == (0, 1)), torch.randn(2, 4)
+    with pytest.raises(plumb.Error, match="the forward asks for the layout"):
+        plumb.capture(model, x)(torch.randn(4, 2).t())

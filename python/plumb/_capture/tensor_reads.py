@@ -16,6 +16,11 @@ from .cpython import past_modes, running
 from .torch_patches import INSIDE, patched
 
 _VALUES = ("item", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")  # that Python takes out of a tensor
+# Questions about the past of a tensor, each with the answer for one that hangs on nothing that requires a gradient.
+_PAST = {"is_leaf": True, "grad_fn": None, "output_nr": 0, "retains_grad": False}
+# Questions whose answers differ from call to call. Those about memory a parameter answers alike in every call.
+_MEMORY = ("_base", "_is_view", "data_ptr", "storage_offset", "untyped_storage", "storage")
+_CHANGING = ("grad", "_version", "_backward_hooks", *_MEMORY)
 
 
 def is_check() -> bool:
@@ -65,6 +70,27 @@ def _layout(read: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
         return read(self, *args, **kwargs)
 
     return ask
+
+
+def _unknown(name: str) -> Any:
+    """Makes the replacement of an attribute or method that no graph can answer for the tensors of its runs."""
+    read, constant = getattr(Tensor, name), name in _PAST or name in _MEMORY
+
+    def ask(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        known = read(self, *args, **kwargs) if callable(read) else read.__get__(self)
+        is_parameter = isinstance(self, nn.Parameter)
+        if not _C.is_capturing() or (is_parameter and constant) or _reader().f_code.co_filename.startswith(INSIDE):
+            return known
+        if name in _PAST and not self.requires_grad:  # as given
+            return _PAST[name]
+        if name == "grad" and known is not None and not is_parameter:  # inputs are fed without: the forward has made it
+            return known
+        _C.refuse(
+            f"the forward asks a tensor for {name}, which differs from call to call, and a graph has the answer of its capture",
+            "ask where the model is called, and pass the answer as an input that is no tensor",
+        )
+
+    return ask if callable(read) else property(ask, read.__set__)
 
 
 def as_given(x: Any) -> Any:
@@ -160,7 +186,7 @@ def watched_tensors(one_graph: bool) -> Iterator[list[str]]:
         return self
 
     def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
-        if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not self.is_leaf:
+        if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not base.is_leaf.__get__(self):
             _C.refuse(
                 "a hook is registered on a tensor in the forward, which a graph would not call",
                 "write it as a torch.autograd.Function, or register the hook on the model's output or on a parameter",
@@ -172,6 +198,7 @@ def watched_tensors(one_graph: bool) -> Iterator[list[str]]:
     watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
     watches["data"] = property(base.data.__get__, _set_data)
     watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
-    watches |= {name: _layout(getattr(Tensor, name), lines) for name in ("is_contiguous", "stride")}
+    watches |= {name: _layout(getattr(Tensor, name), lines) for name in ("is_contiguous", "stride", "dim_order")}
+    watches |= {name: _unknown(name) for name in (*_PAST, *_CHANGING)}
     with patched(Tensor, register_hook=register_hook, requires_grad_=requires_grad_, tolist=_tolist, **watches):
         yield lines
