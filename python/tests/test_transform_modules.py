@@ -48,6 +48,67 @@ def test_a_scaled_weight_that_is_computed_later_is_refused_by_name_until_it_is_p
     assert model(torch.randn(6, 16)).shape == (6, 4)
 
 
+class Packed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.values, self.bias = [layer.weight.detach().clone()], layer.bias
+
+    def weight(self):
+        return self.values[0]
+
+    def forward(self, x):
+        return F.linear(x, self.weight(), self.bias)
+
+
+class Adapted(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.low = layer, nn.Linear(8, 16, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return self.base_layer(x) + self.low(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # quantize_dynamic is deprecated
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("layer", [nn.Linear(8, 16), nn.LSTM(8, 16)])
+def test_a_layer_that_is_quantized_after_it_was_scaled_is_refused_by_name(layer, ran):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            out = self.layer(x)
+            return out if isinstance(out, torch.Tensor) else out[0]
+
+    x = torch.randn(3, 6, 8)
+    model = unit_scale(Model())
+    if ran:
+        model(x)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {type(layer)})
+    with pytest.raises(plumb.Error, match=r"'layer\.weight.*' was unit-scaled, and is .* packed \(quantization\)"):
+        quantized(x)
+    before = unit_scale(torch.ao.quantization.quantize_dynamic(Model(), {type(layer)}))
+    assert before(x).shape == (3, 6, 16)
+
+
+def test_a_layer_in_the_place_of_a_scaled_one_shows_its_weight_or_is_refused():
+    x = torch.randn(6, 8)
+    model = unit_scale(nn.Sequential(nn.Linear(8, 16), nn.ReLU()))
+    model(x)
+    model[0] = Packed(layer := model[0])
+    with pytest.raises(plumb.Error, match=r"'0\.weight' was unit-scaled.* by a Packed"):
+        model(x)
+    for shows in (Adapted(layer), nn.Sequential(layer, nn.ReLU())):
+        model[0] = shows
+        assert model(x).shape == (6, 16)
+
+
 class FunctionalLinear(nn.Module):
     def __init__(self):
         super().__init__()

@@ -109,13 +109,16 @@ class UnitScalePass:
         self.owners = {name: type(_owner(module, name)) for name in weights}
 
     def require_weights(self, module: nn.Module) -> None:
-        """Raises an Error for a scaled weight that its module computes now: the operator would be a plain one."""
+        """Raises an Error for a scaled weight that its module computes or packs now: the operator would be a plain one."""
         for name, kind in self.owners.items():
             owner, leaf = _owner(module, name), name.rpartition(".")[2]
-            if owner is not None and isinstance(owner, kind) and leaf not in owner._parameters and leaf not in owner._buffers:
+            if owner is None or leaf in owner._parameters or leaf in owner._buffers:
+                continue
+            if isinstance(owner, kind) or _hides(owner, leaf):
                 raise Error(
-                    f"'{name}' was unit-scaled, and is computed now (pruning, weight norm, another parametrization): its "
-                    "layer would be a plain one, with a weight that is none of the plain model's",
+                    f"'{name}' was unit-scaled, and is computed now (pruning, weight norm, another parametrization) or packed "
+                    f"(quantization) by a {type(owner).__name__}: its layer would be a plain one, with a weight that is none of "
+                    "the plain model's",
                     kind=ErrorKind.InvalidState,
                     remedy="put it on before unit_scale, or make it permanent (prune.remove, remove_parametrizations)",
                 )
@@ -154,6 +157,13 @@ def _owner(module: nn.Module, name: str) -> nn.Module | None:
         return module.get_submodule(name.rpartition(".")[0])
     except AttributeError:
         return None
+
+
+def _hides(layer: nn.Module, leaf: str) -> bool:
+    """Returns whether a layer in the place of another has a weight of this name, or any state, that is no parameter or buffer."""
+    shown = {name: id(t) for name, t in (*layer.named_parameters(), *layer.named_buffers())}
+    weight = getattr(layer, leaf, None)
+    return (weight is not None and id(weight) not in shown.values()) or not layer.state_dict().keys() <= shown.keys()
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
