@@ -195,6 +195,12 @@ bool is_computed(const at::Tensor& tensor) {
   return known.origin != RecordedValue::Attribute && !known.from_constants;
 }
 
+bool is_result(const at::Tensor& tensor) {
+  Session* s = Session::current();
+  const int value = s ? s->recorder.values.find_object(tensor) : -1;
+  return value >= 0 && s->recorder.values[value].origin == RecordedValue::Result;
+}
+
 bool size_depends_on_values(const at::Tensor& tensor) {
   Session* s = Session::current();
   return s && s->guards.has_dynamic_sizes(tensor);

@@ -201,6 +201,7 @@ Register capture_part([](py::module_& m) {
   m.def("refuse", &refuse_capture, py::arg("what"), py::arg("remedy"));
   m.def("assign_data", &assign_data, py::arg("tensor"), py::arg("value"), FreeGil());
   m.def("is_computed", &is_computed, py::arg("tensor"));
+  m.def("is_result", &is_result, py::arg("tensor"));
   m.def("size_depends_on_values", &size_depends_on_values, py::arg("tensor"));
   m.def("guard_size", &guard_size_read, py::arg("tensor"), py::arg("exact"));
   m.def("requires_grad_as_given", &requires_grad_as_given, py::arg("tensor"), py::arg("guarded"));

@@ -128,6 +128,8 @@ QUESTIONS = {
     "_base": lambda m, x: x._base is None,
     "_is_view": lambda m, x: x._is_view(),
     "_backward_hooks": lambda m, x: x._backward_hooks is None,
+    "is_conj": lambda m, x: x.is_conj(),
+    "is_neg": lambda m, x: x.is_neg(),
     "data_ptr": lambda m, x: x.data_ptr() == m.buffer.data_ptr(),
     "storage_offset": lambda m, x: x.storage_offset() == 0,
     "untyped_storage": lambda m, x: x.untyped_storage().nbytes() == 32,
@@ -162,6 +164,76 @@ def test_the_past_of_a_tensor_that_requires_no_gradient_is_told(name):
     assert torch.equal(graph(x), model(x))
     with pytest.raises(plumb.Error, match="asked whether an input requires a gradient"):
         graph(x * torch.ones(1, requires_grad=True))
+
+
+RESULTS = {
+    "a result": lambda m, x: m.layer(x).requires_grad,
+    "a result's past": lambda m, x: not m.layer(x).is_leaf if torch.is_grad_enabled() else m.layer(x).is_leaf,
+    "a result inside of no_grad": lambda m, x: torch.no_grad()(m.layer)(x).requires_grad,
+    "an input": lambda m, x: x.requires_grad,
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_whether_a_result_requires_a_gradient_hangs_on_the_callers_mode_and_on_the_parameters(name):
+    model = Asks(RESULTS[name])
+    tracked = plumb.transforms.track_scales(model)
+    for _ in range(2):
+        for x in (torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)):
+            for trained in (True, False):
+                if name == "a result's past" and (trained or x.requires_grad):
+                    continue  # refused
+                model.layer.weight.requires_grad_(trained)
+                tracked.layer.weight.requires_grad_(trained)
+                for grad_mode in (True, False):
+                    with torch.set_grad_enabled(grad_mode):
+                        assert torch.equal(tracked(x), model(x))
+
+
+def test_a_graph_whose_forward_asks_a_result_is_for_parameters_that_require_gradients_as_they_did():
+    model, x = Asks(RESULTS["a result"]), torch.randn(2, 4)
+    graph = plumb.capture(model, x)
+    assert torch.equal(graph(x), model(x)) and any("whether a result requires a gradient" in note for note in graph.notes)
+    model.layer.weight.requires_grad_(False)
+    with pytest.raises(plumb.Error, match="'layer.weight.requires_grad', which the forward had read, has changed"):
+        graph(x)
+
+
+FACTS = {
+    "layer.weight.requires_grad": lambda m: m.layer.weight.requires_grad_(False),
+    "buffer.requires_grad": lambda m: m.buffer.requires_grad_(),
+    "tensor.requires_grad": lambda m: m.tensor.requires_grad_(),
+    "layer.weight.layout": lambda m: setattr(m.layer.weight, "data", m.layer.weight.data.t().contiguous().t()),
+    "buffer.layout": lambda m: setattr(m.buffer, "data", torch.ones(8)[::2]),
+    "tensor.layout": lambda m: setattr(m.tensor, "data", torch.ones(8)[::2]),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_what_a_parameter_or_buffer_was_asked_is_followed(name):
+    path, _, question = name.rpartition(".")
+
+    def asks(m, x):
+        tensor = m.layer.weight if path == "layer.weight" else getattr(m, path)
+        return tensor.is_contiguous() if question == "layout" else tensor.requires_grad
+
+    def other(value):
+        made = Asks(asks)
+        made.tensor = torch.ones(4)
+        return made.load_state_dict(value) and made
+
+    state, x = Asks(asks).state_dict(), torch.randn(2, 4)
+    model, tracked = other(state), plumb.transforms.track_scales(other(state))
+    graph = plumb.capture(model, x)
+    assert torch.equal(graph(x), model(x)) and torch.equal(tracked(x), model(x))
+    FACTS[name](model)
+    FACTS[name](tracked)
+    assert torch.equal(tracked(x), model(x))
+    with pytest.raises(plumb.Error, match=f"'{name.replace('tensor', 'a tensor')}', which the forward had read, has changed"):
+        graph(x)
+    for changed in (model, tracked):
+        changed.buffer = torch.ones(4)  # a slot is followed, not the tensor that it had
+    assert torch.equal(tracked(x), model(x))
 
 
 def test_what_is_the_same_in_every_call_may_be_asked():

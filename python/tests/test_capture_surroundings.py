@@ -54,13 +54,15 @@ def set_meanwhile(setter, value, before):
         ("are_deterministic_algorithms_enabled", lambda: set_meanwhile(torch.use_deterministic_algorithms, True, False)),
         ("is_anomaly_enabled", lambda: torch.autograd.set_detect_anomaly(True)),
         ("get_num_threads", lambda: set_meanwhile(torch.set_num_threads, 7, torch.get_num_threads())),
+        ("get_float32_matmul_precision", lambda: set_meanwhile(torch.set_float32_matmul_precision, "high", "highest")),
+        ("is_warn_always_enabled", lambda: set_meanwhile(torch.set_warn_always, True, False)),
     ],
 )
 def test_a_setting_of_torch_that_the_forward_asks_for_is_part_of_what_a_graph_was_made_for(name, changed):
     def asks(m, x):
         with torch.inference_mode():
             assert torch.is_inference_mode_enabled()  # which the forward itself has changed
-        return m.layer(x) * (1 + int(getattr(torch, name)()))
+        return m.layer(x) * (1 + len(repr(getattr(torch, name)())) + (getattr(torch, name)() == 7))
 
     model, x = Net(asks), torch.randn(2, 4)
     tracked, graph = track_scales(model), plumb.capture(model, x)

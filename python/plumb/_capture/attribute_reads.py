@@ -180,9 +180,10 @@ class Observer:
         self.all_tensors: dict[int, nn.Module] = {}  # modules that were asked for all of their tensors
         self.plain_tensors: dict[int, Tensor] = {}  # that attributes, globals and closures hold
         self.takes_values = False  # whether values were taken out of tensors that hang on no input
-        # parameters that were asked whether they require a gradient
-        self.modes_of_grad: dict[int, tuple[Tensor, bool]] = {}
+        # parameters and the like that were asked: the question, "requires_grad" or "layout", and what they said
+        self.facts: dict[tuple[int, str], tuple[Tensor, str, Any]] = {}
         self.iterators: dict[str, Any] = {}  # attributes that are iterators, and whose they are
+        self.asks_results = False  # whether a tensor that hangs on parameters was asked whether it requires a gradient
         self._thread = threading.get_ident()
         self._classes: dict[type, Any] = {}
         self._of_c: set[type] = set()  # classes implemented in C
@@ -331,9 +332,16 @@ def note_value() -> None:
         _observers[-1].takes_values = True
 
 
-def note_requires_grad(parameter: Tensor, known: bool) -> None:
+def note_result() -> None:
+    """A tensor that hangs on parameters was asked whether it requires a gradient."""
     if _observers:
-        _observers[-1].modes_of_grad[id(parameter)] = (parameter, known)
+        _observers[-1].asks_results = True
+
+
+def note_fact(tensor: Tensor, question: str, known: Any) -> None:
+    """A tensor that hangs on no input was asked whether it requires a gradient, or for its layout."""
+    if _observers:
+        _observers[-1].facts[id(tensor), question] = tensor, question, known
 
 
 def include(guards: Guards) -> None:

@@ -212,9 +212,9 @@ class _Forward:
             stack.enter_context(replaced(replace))
         stack.enter_context(torch_patches.forced_eager())
         stack.enter_context(torch_patches.unoptimised_scripts(modules))
-        self.asks_layout = stack.enter_context(watched_tensors(self.one_graph))
         answers = {**self.settings, "is_grad_enabled": self.grad_mode}
         self.asks_settings = stack.enter_context(watched_settings(answers))
+        self.asks_layout = stack.enter_context(watched_tensors(self.one_graph, self.grad_mode, self.asks_settings))
 
 
 class Captured(NamedTuple):
@@ -286,7 +286,7 @@ def capture_engine(
     told = [torch_patches.TOLD_NOTE] if request.told_libraries else []
     if line := request.asks_settings.get("is_grad_enabled"):
         mode = "on" if request.grad_mode else "off"
-        told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")
+        told.append(f"the forward asks torch.is_grad_enabled(), or whether a result requires a gradient: the graph takes the path for gradients {mode}, at {line}")
     if request.one_graph and left.names:
         names = ", ".join(f"'{name}'" for name in left.names)
         told.append(f"the forward leaves tensors in {names}: a run of the graph does not (a transformed module does)")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import Error, ErrorKind
-from .._trees import PLAIN
+from .._trees import PLAIN, layout
 from .attribute_reads import (
     HOOKS,
     MEMBERS,
@@ -99,6 +99,21 @@ class Value:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+class Slot:
+    """A tensor, which a table has under a key, as the forward asked about it."""
+
+    def __init__(self, table: dict[str, Tensor], key: str):
+        self._table, self._key = table, key
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._table[self._key].requires_grad
+
+    @property
+    def layout(self) -> Any:
+        return layout(self._table[self._key])
 
 
 class Names:
@@ -258,11 +273,21 @@ class _Resolver:
         for tensor in observer.plain_tensors.values() if observer.takes_values else ():
             if id(tensor) not in state and tensor.numel() <= _LARGEST:
                 self.guards.add(ATTRIBUTE, Value(tensor), "unchanged", True, "the value of a tensor")
-        names = {id(p): name for name, p in module.named_parameters()}
-        for tensor, known in observer.modes_of_grad.values():
-            self.guards.add(
-                ATTRIBUTE, tensor, "requires_grad", known, f"{names.get(id(tensor), 'a parameter')}.requires_grad"
-            )
+        if observer.facts or observer.asks_results:
+            self._facts(observer, module)
+
+    def _facts(self, observer: Observer, module: nn.Module) -> None:
+        slots = {
+            id(tensor): (table, key, f"{path}.{key}" if path else key)
+            for path, sub in module.named_modules()
+            for table in (sub._parameters, sub._buffers)
+            if isinstance(table, dict)  # not of a scripted module
+            for key, tensor in table.items()
+        }
+        asked = [(p, "requires_grad", p.requires_grad) for p in module.parameters()] if observer.asks_results else []
+        for tensor, question, known in [*observer.facts.values(), *asked]:
+            table, key, name = slots.get(id(tensor), ({"": tensor}, "", "a tensor"))
+            self.guards.add(ATTRIBUTE, Slot(table, key), question, known, f"{name}.{question}")
 
     def members(self, value: Any, name: str) -> None:
         """All attributes of a thing whose reads cannot be noted."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .attribute_reads import note_requires_grad, note_value
+from .._trees import layout
+from .attribute_reads import note_fact, note_result, note_value
 from .cpython import past_modes, running
 from .torch_patches import INSIDE, patched
 
@@ -19,7 +20,7 @@ _VALUES = ("item", "numpy", "__bool__", "__int__", "__float__", "__complex__", "
 # Questions about the past of a tensor, each with the answer for one that hangs on nothing that requires a gradient.
 _PAST = {"is_leaf": True, "grad_fn": None, "output_nr": 0, "retains_grad": False}
 # Questions whose answers differ from call to call. Those about memory a parameter answers alike in every call.
-_MEMORY = ("_base", "_is_view", "data_ptr", "storage_offset", "untyped_storage", "storage")
+_MEMORY = ("_base", "_is_view", "is_conj", "is_neg", "data_ptr", "storage_offset", "untyped_storage", "storage")
 _CHANGING = ("grad", "_version", "_backward_hooks", *_MEMORY)
 
 
@@ -47,18 +48,23 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
     return watch
 
 
-def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
-    """Makes the replacement of ``Tensor.requires_grad``. Inputs of a capture always require grad: the model's own code,
-    which may branch on it, gets the value of the given inputs. torch's code does not: its fused paths for inference
-    have no gradients."""
+def _requires_grad(guarded: bool, grad_mode: bool, asked: dict[str, str]) -> Callable[[Tensor], bool]:
+    """Makes the replacement of ``Tensor.requires_grad``. Inputs of a capture always require grad, and gradients are on: the
+    model's own code, which may branch on it, gets the value for the given inputs and the caller's mode. torch's code does not:
+    its fused paths for inference have no gradients. `asked` gets the line that asks a result, which hangs on the mode."""
 
     def ask(self: Tensor) -> bool:
         known = torch._C.TensorBase.requires_grad.__get__(self)
-        if isinstance(self, nn.Parameter) and _C.is_capturing() and not _reader().f_code.co_filename.startswith(INSIDE):
-            note_requires_grad(self, known)
-        if not known or not _C.is_capturing() or _reader().f_code.co_filename.startswith(INSIDE):
+        if not _C.is_capturing() or (reader := _reader()).f_code.co_filename.startswith(INSIDE):
             return known
-        return _C.requires_grad_as_given(self, guarded)
+        if not isinstance(self, nn.Parameter) and _C.is_result(self):
+            note_result()
+            if known:
+                asked.setdefault("is_grad_enabled", f"{reader.f_code.co_filename}:{reader.f_lineno}")
+                known = grad_mode
+        elif not _C.is_computed(self):
+            note_fact(self, "requires_grad", known)
+        return known and _C.requires_grad_as_given(self, guarded)
 
     return ask
 
@@ -67,6 +73,8 @@ def _layout(read: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
     def ask(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _C.is_capturing() and not (code := _reader().f_code).co_filename.startswith(INSIDE):
             lines.append(f"{code.co_filename}:{_reader().f_lineno}")
+            if not _C.is_computed(self):
+                note_fact(self, "layout", layout(self))
         return read(self, *args, **kwargs)
 
     return ask
@@ -138,7 +146,10 @@ def _tolist(self: Tensor) -> Any:
 
 
 # Functions of torch that return a setting of a thread or a process, of which graphs are made for one value.
-SETTINGS = ("is_inference_mode_enabled", "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_num_threads")
+SETTINGS = (
+    "is_inference_mode_enabled", "are_deterministic_algorithms_enabled", "get_deterministic_debug_mode", "is_anomaly_enabled",
+    "get_num_threads", "get_num_interop_threads", "get_float32_matmul_precision", "is_warn_always_enabled",
+)  # fmt: skip
 _WITHIN = {"is_grad_enabled": True, "is_inference_mode_enabled": False}  # as a capture always runs
 
 
@@ -168,10 +179,11 @@ def watched_settings(answers: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def watched_tensors(one_graph: bool) -> Iterator[list[str]]:
+def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> Iterator[list[str]]:
     """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
     hooks on tensors and other ``requires_grad`` of parameters. `one_graph`: no other graph exists for inputs whose ``requires_grad``
-    differs, so reads of it are guarded. Yields the user's lines that ask for the layout of a tensor."""
+    differs, so reads of it are guarded. `grad_mode`: whether the caller has gradients on. `asked`: the settings that the forward asks for.
+    Yields the user's lines that ask for the layout of a tensor."""
     base = torch._C.TensorBase
     lines: list[str] = []
     if "shape" in Tensor.__dict__:  # a capture inside of another
@@ -195,7 +207,7 @@ def watched_tensors(one_graph: bool) -> Iterator[list[str]]:
 
     watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
     watches["shape"] = property(_watched(base.shape.__get__))
-    watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
+    watches["requires_grad"] = property(_requires_grad(one_graph, grad_mode, asked), _set_requires_grad)
     watches["data"] = property(base.data.__get__, _set_data)
     watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
     watches |= {name: _layout(getattr(Tensor, name), lines) for name in ("is_contiguous", "stride", "dim_order")}
