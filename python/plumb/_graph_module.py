@@ -73,6 +73,7 @@ class GraphModule(nn.Module):
 
     _reports: tuple[dict, ...] = ()  # reports of the transforms that rewrote it
     _input_layouts: tuple[str, Mapping[int, Any]] = ("", types.MappingProxyType({}))  # by the input's place; and the line that asks for one
+    _keyword_order: tuple[str, ...] = ()  # the keywords that the forward takes as ``**kwargs`` and so hears the order of
     _input_classes: Mapping[int, type] = types.MappingProxyType({})  # by the input's place, of those with a __torch_function__ of their own
 
     def __init__(
@@ -144,7 +145,8 @@ class GraphModule(nn.Module):
     def _leaves(self, args: tuple, kwargs: dict) -> list:
         known = children(self._in_spec)[1]
         if kwargs and known.type is dict and set(kwargs) == set(known.context):
-            kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
+            if tuple(name for name in kwargs if name in self._keyword_order) == self._keyword_order:
+                kwargs = {name: kwargs[name] for name in known.context}  # others come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
             names = [node.target for node in self.graph.nodes if node.op == "placeholder"]
@@ -271,6 +273,7 @@ class GraphModule(nn.Module):
         own_parameters(engine)
         call = (self._in_spec, self._out_spec, self._plain_inputs, self._plain_outputs)
         made = GraphModule(engine, *call, self.notes, self._program, self._made_in_training, self._autocast)
+        made._keyword_order = self._keyword_order
         made._input_classes, made._input_layouts = dict(self._input_classes), (self._input_layouts[0], dict(self._input_layouts[1]))
         return made.train(self.training)
 

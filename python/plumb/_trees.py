@@ -235,6 +235,8 @@ def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], r
     found += [f"the model has no keyword input '{name}'" for name in kwargs if name not in keywords]
     for name in keywords.keys() & kwargs.keys():
         found += differences(keywords[name], flatten(kwargs[name])[1], f"'{name}'")
+    if not found and len(keywords) > 1 and list(kwargs) != list(keywords):
+        found.append("the keyword inputs come in another order, which the forward's **kwargs keeps")
     message = "; ".join(found) or "the inputs are not built as those that the graph was made for"
     return Error(message, kind=ErrorKind.StructureMismatch, remedy=remedy)
 

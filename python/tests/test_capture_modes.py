@@ -250,3 +250,20 @@ def test_a_graph_whose_forward_asks_for_the_order_of_dimensions_is_for_that_one(
     model, x = Asks(lambda m, x: x.dim_order() == (0, 1)), torch.randn(2, 4)
     with pytest.raises(plumb.Error, match="the forward asks for the layout"):
         plumb.capture(model, x)(torch.randn(4, 2).t())
+
+
+class Joins(nn.Module):
+    def forward(self, x, y=None, **more):
+        return torch.cat([x, y, *more.values()])
+
+
+def test_the_order_of_keywords_counts_where_the_forward_hears_it():
+    model, (a, b, x, y) = Joins(), torch.rand(4, 4)
+    graph = plumb.capture(model, x=x, y=y, a=a, b=b)
+    for call in (graph, copy.deepcopy(graph), graph.on(graph._engine)):
+        assert torch.equal(call(y=y, a=a, x=x, b=b), model(x, y, a=a, b=b))
+        with pytest.raises(plumb.Error, match="come in another order"):
+            call(x=x, y=y, b=b, a=a)
+    tracked = plumb.transforms.track_scales(model)
+    for more in ({"a": a, "b": b}, {"b": b, "a": a}):
+        assert torch.equal(tracked(x, y, **more), model(x, y, **more))

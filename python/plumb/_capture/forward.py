@@ -93,6 +93,16 @@ def positional_names(forward: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def _keyword_order(forward: Callable[..., Any], kwargs: dict) -> tuple[str, ...]:
+    """Returns the keywords that a forward takes by its ``**kwargs``."""
+    try:
+        parameters = inspect.signature(forward).parameters
+    except (TypeError, ValueError):
+        return ()
+    by_dict = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return tuple(name for name in kwargs if name not in parameters) if by_dict else ()
+
+
 def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
     """Returns each input under the name of its parameter in the forward's signature, and its place inside of that."""
     positional = positional_names(forward)
@@ -407,6 +417,7 @@ def capture(
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""
     graph = captured.as_module(leaves, module.training, guards)
+    graph._keyword_order = _keyword_order(module.forward, kwargs)
     if is_marked(module):
         mark_state_dict(graph)
     return graph
