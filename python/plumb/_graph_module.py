@@ -17,7 +17,15 @@ from ._capture.custom_functions import refuse_holders
 from ._capture.guards import Guards, enabled_autocast
 from ._errors import Error, ErrorKind
 from ._state import kept_ties, member, own_parameters, put_state, sync_state
-from ._trees import check_plain_inputs, children, layout, overriding_class, structure_error, unflatten
+from ._trees import (
+    check_layouts,
+    check_plain_inputs,
+    children,
+    input_error,
+    overriding_class,
+    structure_error,
+    unflatten,
+)
 
 
 def constant_result(function: Any) -> Any:
@@ -52,11 +60,6 @@ def _asked(handle: str) -> tuple[tuple[int, bool], ...]:
     nodes = by_handle[handle].graph.nodes
     places = {node.results[0].name: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
     return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
-
-
-def _in_words(kind: Any) -> str:
-    """Returns words for what `layout` returns."""
-    return "contiguous memory" if kind is True else f"strides {kind}" if isinstance(kind, tuple) else str(kind)
 
 
 class GraphModule(nn.Module):
@@ -145,7 +148,7 @@ class GraphModule(nn.Module):
     def _leaves(self, args: tuple, kwargs: dict) -> list:
         known = children(self._in_spec)[1]
         if kwargs and known.type is dict and set(kwargs) == set(known.context):
-            if tuple(name for name in kwargs if name in self._keyword_order) == self._keyword_order:
+            if self._keeps_order(kwargs):
                 kwargs = {name: kwargs[name] for name in known.context}  # others come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
@@ -157,25 +160,23 @@ class GraphModule(nn.Module):
             check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, self._made_how, self._make_again)
         return leaves
 
+    def _keeps_order(self, kwargs: dict) -> bool:
+        """Returns whether keywords come in the order of the capture where the forward hears it."""
+        return tuple(name for name in kwargs if name in self._keyword_order) == self._keyword_order
+
     def _check_inputs(self, leaves: Any) -> None:
         """Raises `plumb.Error` for a tensor that the forward may treat otherwise than the one before: one of a class that answers
         torch's functions itself, or of another layout if the forward asks for layouts."""
-        line, layouts = self._input_layouts
         for place, x in enumerate(leaves):
             if (type(x) is not Tensor or self._input_classes) and overriding_class(x) is not self._input_classes.get(place):
                 was, now = (cls.__qualname__ if cls else "plain tensor" for cls in (self._input_classes.get(place), overriding_class(x)))
-                why, remedy = "with its own __torch_function__ eager may compute something else", ".as_subclass(torch.Tensor)"
-            elif layouts and isinstance(x, Tensor) and layout(x) != layouts.get(place):
-                was, now = (f"tensor of {_in_words(kind)}" for kind in (layouts.get(place), layout(x)))
-                why, remedy = f"the forward asks for the layout at {line}", ".contiguous()"
-            else:
-                continue
-            name = [node.target for node in self.graph.nodes if node.op == "placeholder"][place]
-            raise Error(
-                f"input '{name}' is a {now} and was a {was} when {self._made_how}: {why}",
-                kind=ErrorKind.InvalidState,
-                remedy=f"{self._make_again} with such an input, or give the graph one as before ({name}{remedy}, for example)",
-            )
+                why = "with its own __torch_function__ eager may compute something else"
+                raise input_error(self._names()[place], was, now, self._made_how, why, self._make_again, ".as_subclass(torch.Tensor)")
+        if self._input_layouts[1]:
+            check_layouts(leaves, self._input_layouts, self._names, self._made_how, self._make_again)
+
+    def _names(self) -> list[str]:
+        return [node.target for node in self.graph.nodes if node.op == "placeholder"]
 
     _made_how, _make_again = "the graph was captured", "capture again"
 

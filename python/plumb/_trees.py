@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,31 @@ def overriding_class(x: Any) -> type | None:
 def layout(x: Tensor) -> Any:
     """Returns True for a contiguous tensor, the strides of any other strided one, and the name of another layout."""
     return (x.is_contiguous() or x.stride()) if x.layout is torch.strided and not x.is_nested else str(x.layout)
+
+
+def _layout_in_words(kind: Any) -> str:
+    """Returns words for what `layout` returns."""
+    return "contiguous memory" if kind is True else f"strides {kind}" if isinstance(kind, tuple) else str(kind)
+
+
+def input_error(name: str, was: str, now: str, made: str, why: str, again: str, like_before: str) -> Error:
+    """Returns the error for a tensor of another kind than it had. `like_before`: what makes it one as before."""
+    return Error(
+        f"input '{name}' is a {now} and was a {was} when {made}: {why}",
+        kind=ErrorKind.InvalidState,
+        remedy=f"{again} with such an input, or give the graph one as before ({name}{like_before}, for example)",
+    )
+
+
+def check_layouts(leaves: Any, asked: tuple[str, Mapping[int, Any]], names: Callable[[], list[str]], made: str, again: str) -> None:
+    """Raises `plumb.Error` for a tensor of another layout than it had, if the forward asks for layouts. `asked`: the line that does, and
+    the layouts by the input's place; `made`, `again`: "the graph was captured", "capture again" and the like, for the message."""
+    line, layouts = asked
+    for place, known in layouts.items():
+        x = leaves[place]
+        if isinstance(x, Tensor) and layout(x) != known:
+            was, now = (f"tensor of {_layout_in_words(kind)}" for kind in (known, layout(x)))
+            raise input_error(names()[place], was, now, made, f"the forward asks for the layout at {line}", again, ".contiguous()")
 
 
 def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list, Any]:

@@ -348,3 +348,31 @@ def test_a_pipe_of_a_captured_graph_refuses_autocast(model):
         for call in (lambda: pipe(X), lambda: pipe.get_stage_module(0)(X)):
             with pytest.raises(plumb.Error, match="cut without autocast"):
                 call()
+
+
+class AsksForStrides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, **more):
+        for part in self.parts:
+            x = part(x + sum((i + 1) * y for i, y in enumerate(more.values())))
+        return x * (2 if x.is_contiguous() else 3) if not more else x
+
+
+@pytest.mark.parametrize("run", [lambda pipe, x: pipe(x), lambda pipe, x: in_schedule(pipe, x)])
+def test_a_pipe_refuses_another_layout_if_the_forward_asks_for_one(run):
+    model, x = AsksForStrides(), torch.randn(4, 4)
+    pipe = cut(model, x)
+    run(pipe, x.clone())
+    with pytest.raises(plumb.Error, match="'x' is a tensor of strides .* when the model was cut: the forward asks for the layout"):
+        run(pipe, x.t())
+
+
+def test_a_pipe_refuses_keywords_in_another_order_where_the_forward_hears_it():
+    model, (x, a, b) = AsksForStrides(), torch.randn(3, 4, 4)
+    pipe = pipeline(model, (x,), {"a": a, "b": b}, split_spec={"parts.1": SplitPoint.BEGINNING})
+    assert torch.equal(pipe(x, a=b, b=a)[0], model(x, a=b, b=a))
+    with pytest.raises(plumb.Error, match="come in another order"):
+        pipe(x, b=b, a=a)

@@ -93,7 +93,7 @@ def positional_names(forward: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _keyword_order(forward: Callable[..., Any], kwargs: dict) -> tuple[str, ...]:
+def keyword_order(forward: Callable[..., Any], kwargs: dict) -> tuple[str, ...]:
     """Returns the keywords that a forward takes by its ``**kwargs``."""
     try:
         parameters = inspect.signature(forward).parameters
@@ -417,7 +417,7 @@ def capture(
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""
     graph = captured.as_module(leaves, module.training, guards)
-    graph._keyword_order = _keyword_order(module.forward, kwargs)
+    graph._keyword_order = keyword_order(module.forward, kwargs)
     if is_marked(module):
         mark_state_dict(graph)
     return graph

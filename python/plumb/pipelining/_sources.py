@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture.forward import capture_engine, positional_names
+from .._capture.forward import capture_engine, keyword_order, positional_names
 from .._capture.guards import Guards
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
@@ -74,6 +74,7 @@ class Source:
             "structures": self.structures,
             "plain_inputs": self.module._plain_inputs,
             "takes_tensor": self.module._takes_tensor,
+            "layouts": (self.module._input_layouts[0], dict(self.module._input_layouts[1])),
         }
 
     def flatten(self, args: tuple, kwargs: dict) -> list:
@@ -82,13 +83,14 @@ class Source:
         if pytree.tree_structure((args, kwargs)) != self.module._in_spec:
             args, kwargs = self._as_captured(args, kwargs)
         leaves = self.module._leaves(args, kwargs)
+        self.module._check_inputs(leaves)
         return [x if isinstance(x, Tensor) or self.module._plain_inputs is None else None for x in leaves]
 
     def _as_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         positional, named = children(self.module._in_spec)
         num_args, keywords = len(children(positional)), list(named.context or [])
         names = [*self.parameters[:num_args], *keywords]
-        if len(self.parameters) < max(num_args, len(args)):
+        if len(self.parameters) < max(num_args, len(args)) or not self.module._keeps_order(kwargs):
             return args, kwargs
         known = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in dict.fromkeys([*self.parameters, *names])]
         try:
@@ -209,6 +211,7 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None, 
     leaves = flatten((args, kwargs))[0]
     guards = captured.guards(parts=True)  # without the marks
     whole = captured.as_module(leaves, module.training, guards)
+    whole._keyword_order = keyword_order(unmarked_forward(module), kwargs)
     whole._made_how, whole._make_again = "the model was cut", "cut it with inputs like these"
     alive = guards.end_with(module)
     as_cut = _AsCut(module, captured.engine.state(), first)

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
-from .._trees import check_plain_inputs, differences, flatten
+from .._trees import check_layouts, check_plain_inputs, differences, flatten
 from ..formats import FPFormat, format_text
 
 
@@ -83,6 +83,7 @@ class PipeInfo:
     structures: dict[str, Any] = field(default_factory=dict, repr=False)  # tree specs of the arguments when the model was cut
     plain_inputs: list | None = field(default=None, repr=False)  # flat inputs that are no tensors; None: the graph has every input
     takes_tensor: list[bool] = field(default_factory=list, repr=False)  # by flat input
+    layouts: tuple[str, dict[int, Any]] = field(default=("", {}), repr=False)  # by flat input, if the forward asks for one; and its line
     stages_here: set[int] = field(default_factory=set, repr=False)  # that were built here for a schedule over several ranks
 
     def flat_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list:
@@ -101,7 +102,9 @@ class PipeInfo:
         if twice := given.keys() & kwargs.keys():
             raise Error(f"the model got '{min(twice)}' by position and by name", kind=ErrorKind.StructureMismatch)
         leaves = {name: self._leaves(name, value) for name, value in (given | kwargs).items()}
-        return [leaves[name][i] if name in leaves else None for name, i in self.input_names]
+        flat = [leaves[name][i] if name in leaves else None for name, i in self.input_names]
+        check_layouts(flat, self.layouts, lambda: [name for name, _ in self.input_names], "the model was cut", "cut it")
+        return flat
 
     def _leaves(self, name: str, value: Any) -> list:
         leaves = leaves_of_argument(name, value, self.structures.get(name))
