@@ -325,3 +325,31 @@ def test_a_capture_between_a_forward_and_its_backward_leaves_buffers_that_autogr
     for got in (tracked, cut):
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(got.parameters(), model.parameters()))
         assert all(torch.equal(a, b) for a, b in zip(got.buffers(), model.buffers()))
+
+
+def test_hooks_that_the_forward_registers_on_parameters_or_saved_tensors_are_refused():
+    def hooks_a_parameter(m, x):
+        m.layer.weight.register_hook(lambda g: g * 2)
+        return m.layer(x)
+
+    def hooks_its_gradient(m, x):
+        m.layer.weight.register_post_accumulate_grad_hook(lambda p: None)
+        return m.layer(x)
+
+    def hooks_saved_tensors(m, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+            return m.layer(x)
+
+    def offloads(m, x):
+        with torch.autograd.graph.save_on_cpu():
+            return m.layer(x)
+
+    x = torch.randn(3, 4)
+    for capture in (plumb.capture, lambda m, x: plumb.transforms.track_scales(m)(x)):
+        for forward, kind in ((hooks_a_parameter, "is registered"), (hooks_its_gradient, "is registered"), (hooks_saved_tensors, "sees the tensors")):
+            model = Net(forward)
+            with pytest.raises(plumb.Error, match=f"a hook {kind}.*\n.*test_capture_changes.py"):
+                capture(model, x)
+            assert not model.layer.weight._backward_hooks and not model.layer.weight._post_accumulate_grad_hooks
+    model = Net(offloads)
+    assert torch.equal(plumb.capture(model, x)(x), model(x))

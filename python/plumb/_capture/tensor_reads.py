@@ -189,7 +189,9 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield lines
         return
-    hook, set_in_place = Tensor.register_hook, Tensor.requires_grad_
+    hook, accumulated, set_in_place = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_
+    saved_hooks = torch.autograd.graph.saved_tensors_hooks
+    saved_hooks_enter = saved_hooks.__enter__
 
     def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
         if not isinstance(self, nn.Parameter):
@@ -197,13 +199,28 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
         _set_requires_grad(self, requires_grad)
         return self
 
+    def refuse_hook(kind: str) -> None:
+        _C.refuse(
+            f"a hook {kind} in the forward, which a graph would not call",
+            "write it as a torch.autograd.Function, or register the hook outside of the forward, on the model's output or on a parameter",
+        )
+
     def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
-        if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not base.is_leaf.__get__(self):
-            _C.refuse(
-                "a hook is registered on a tensor in the forward, which a graph would not call",
-                "write it as a torch.autograd.Function, or register the hook on the model's output or on a parameter",
-            )
+        outer = isinstance(self, nn.Parameter) or not base.is_leaf.__get__(self)  # the forward may call backward on a leaf that it makes
+        if _C.is_capturing() and base.requires_grad.__get__(self) and outer:
+            refuse_hook("is registered on a tensor")
         return hook(self, function)
+
+    def register_post_accumulate_grad_hook(self: Tensor, function: Callable[..., Any]) -> Any:
+        if _C.is_capturing() and isinstance(self, nn.Parameter):
+            refuse_hook("is registered on a tensor")
+        return accumulated(self, function)
+
+    def enter(self: Any) -> None:
+        code = getattr(self.pack_hook, "__code__", None)
+        if _C.is_capturing() and not (code is not None and code.co_filename.startswith(INSIDE)):
+            refuse_hook("sees the tensors that autograd saves")
+        saved_hooks_enter(self)
 
     watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
     watches["shape"] = property(_watched(base.shape.__get__))
@@ -212,5 +229,6 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
     watches |= {name: _layout(getattr(Tensor, name), lines) for name in ("is_contiguous", "stride", "dim_order")}
     watches |= {name: _unknown(name) for name in (*_PAST, *_CHANGING)}
-    with patched(Tensor, register_hook=register_hook, requires_grad_=requires_grad_, tolist=_tolist, **watches):
+    watches |= {"register_hook": register_hook, "register_post_accumulate_grad_hook": register_post_accumulate_grad_hook}
+    with patched(Tensor, requires_grad_=requires_grad_, tolist=_tolist, **watches), patched(saved_hooks, __enter__=enter):
         yield lines
