@@ -170,6 +170,7 @@ RESULTS = {
     "a result": lambda m, x: m.layer(x).requires_grad,
     "a result's past": lambda m, x: not m.layer(x).is_leaf if torch.is_grad_enabled() else m.layer(x).is_leaf,
     "a result inside of no_grad": lambda m, x: torch.no_grad()(m.layer)(x).requires_grad,
+    "the mode inside of enable_grad": lambda m, x: torch.enable_grad()(lambda: torch.is_grad_enabled())(),
     "an input": lambda m, x: x.requires_grad,
 }
 
@@ -188,6 +189,14 @@ def test_whether_a_result_requires_a_gradient_hangs_on_the_callers_mode_and_on_t
                 for grad_mode in (True, False):
                     with torch.set_grad_enabled(grad_mode):
                         assert torch.equal(tracked(x), model(x))
+
+
+def test_a_result_that_may_be_of_a_block_with_gradients_is_refused_without_them():
+    model, x = Asks(lambda m, x: torch.enable_grad()(m.layer)(x).requires_grad), torch.randn(2, 4)
+    tracked = plumb.transforms.track_scales(model)
+    assert torch.equal(tracked(x), model(x))
+    with torch.no_grad(), pytest.raises(plumb.Error, match="enters torch.enable_grad"):
+        tracked(x)
 
 
 def test_a_graph_whose_forward_asks_a_result_is_for_parameters_that_require_gradients_as_they_did():

@@ -62,6 +62,11 @@ def _requires_grad(guarded: bool, grad_mode: bool, asked: dict[str, str]) -> Cal
             if known:
                 asked.setdefault("is_grad_enabled", f"{reader.f_code.co_filename}:{reader.f_lineno}")
                 known = grad_mode
+                if not grad_mode and "enable_grad" in asked:
+                    _C.refuse(
+                        "under torch.no_grad() the forward enters torch.enable_grad() and asks whether a result requires a gradient",
+                        "call it with gradients on, or let it ask torch.is_grad_enabled() where it computes the result",
+                    )
         elif not _C.is_computed(self):
             note_fact(self, "requires_grad", known)
         return known and _C.requires_grad_as_given(self, guarded)
@@ -153,6 +158,9 @@ SETTINGS = (
 _WITHIN = {"is_grad_enabled": True, "is_inference_mode_enabled": False}  # as a capture always runs
 
 
+_enabled_by: list[torch.enable_grad] = []  # those blocks that the captured forward is in: gradients are on whatever the caller has
+
+
 def settings_now() -> dict[str, Any]:
     return {name: getattr(torch, name)() for name in SETTINGS}
 
@@ -160,7 +168,8 @@ def settings_now() -> dict[str, Any]:
 @contextlib.contextmanager
 def watched_settings(answers: dict[str, Any]) -> Iterator[dict[str, str]]:
     """Makes these functions of torch return these values to the model's own code, where it has not changed the setting itself
-    (``with torch.no_grad():``). Yields the functions that it asks, each with the first line that does."""
+    (``with torch.no_grad():``). Yields the functions that it asks, each with the first line that does; and "enable_grad" if
+    it enters that."""
     asked: dict[str, str] = {}
 
     def watched(name: str, original: Callable[[], Any]) -> Callable[[], Any]:
@@ -170,11 +179,25 @@ def watched_settings(answers: dict[str, Any]) -> Iterator[dict[str, str]]:
             if now != _WITHIN.get(name, answers[name]) or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
                 return now
             asked.setdefault(name, f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            return answers[name]
+            return answers[name] or (name == "is_grad_enabled" and bool(_enabled_by))
 
         return setting
 
-    with patched(torch, **{name: watched(name, getattr(torch, name)) for name in answers}):
+    enter, leave = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+
+    def begin(self: Any) -> None:
+        enter(self)
+        if _C.is_capturing():
+            _enabled_by.append(self)
+            asked["enable_grad"] = ""
+
+    def end(self: Any, *error: Any) -> None:
+        leave(self, *error)
+        if _C.is_capturing():
+            _enabled_by.remove(self)
+
+    functions = {name: watched(name, getattr(torch, name)) for name in answers}
+    with patched(torch, **functions), patched(torch.enable_grad, __enter__=begin, __exit__=end):
         yield asked
 
 
