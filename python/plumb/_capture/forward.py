@@ -96,7 +96,7 @@ def positional_names(forward: Callable[..., Any]) -> list[str]:
 def keyword_order(forward: Callable[..., Any], kwargs: dict) -> tuple[str, ...]:
     """Returns the keywords that a forward takes by its ``**kwargs``."""
     try:
-        parameters = inspect.signature(forward).parameters
+        parameters = inspect.signature(forward.forward if isinstance(forward, nn.Module) else forward).parameters
     except (TypeError, ValueError):
         return ()
     by_dict = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -417,7 +417,7 @@ def capture(
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""
     graph = captured.as_module(leaves, module.training, guards)
-    graph._keyword_order = keyword_order(module.forward, kwargs)
+    graph._keyword_order = keyword_order(module, kwargs)
     if is_marked(module):
         mark_state_dict(graph)
     return graph
