@@ -24,7 +24,7 @@ def refuse_script(module: nn.Module) -> None:
 
 def get_name(module: nn.Module) -> str:
     """Returns the name of the class, for which torch.fx's tracer asks before it follows the forward of the class."""
-    if torch.fx._symbolic_trace._is_fx_tracing_flag and not torch.compiler.is_compiling():
+    if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
         raise Error(
             f"torch.fx.symbolic_trace follows the forward of a class, and this {type(module).__name__} runs a graph instead",
             kind=ErrorKind.Unsupported,
