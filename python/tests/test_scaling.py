@@ -6,13 +6,11 @@ import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_errors import OPERATOR_ERROR
 from torch import nn
 from torch.library import opcheck
 
 import plumb
-
-# torch makes an error of an operator its own from 2.15 on.
-OPERATOR_ERROR = plumb.Error if torch.__version__ < (2, 15) else RuntimeError
 
 ops = torch.ops.plumb
 

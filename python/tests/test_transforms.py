@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import zoo
+from operator_errors import OPERATOR_ERROR
 from torch import nn
 
 import plumb
@@ -19,9 +20,6 @@ from plumb.transforms import (
     track_scales,
     unit_scale,
 )
-
-# torch makes an error of an operator its own from 2.15 on.
-OPERATOR_ERROR = plumb.Error if torch.__version__ < (2, 15) else RuntimeError
 
 
 def gpt():
