@@ -279,7 +279,7 @@ class _Resolver:
     def _facts(self, observer: Observer, module: nn.Module) -> None:
         slots = {
             id(tensor): (table, key, f"{path}.{key}" if path else key)
-            for path, sub in module.named_modules()
+            for path, sub in self.modules
             for table in (sub._parameters, sub._buffers)
             if isinstance(table, dict)  # not of a scripted module
             for key, tensor in table.items()
