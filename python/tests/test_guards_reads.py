@@ -327,3 +327,42 @@ def test_what_is_read_from_a_class_is_followed(cls, change, part):
         Base.width = 2.0
         if hasattr(Maybe, "later"):
             del Maybe.later
+
+
+# --- objects that are replaced
+
+
+class Settings:
+    def __init__(self, factor=2.0):
+        self.factor = factor
+
+
+class Registry:
+    settings = None  # a new object in every call, as libraries keep what they know of backends
+
+    def factor(self):
+        self.settings = Settings(self.settings.factor)
+        return self.settings.factor
+
+
+REGISTRY = Registry()
+
+
+def test_an_object_that_is_replaced_by_an_equal_one_is_no_change_and_what_is_done_to_that_one_is():
+    class Net(nn.Module):
+        def forward(self, x):
+            return x * REGISTRY.factor()
+
+    REGISTRY.settings = Settings()
+    net = Net()
+    graph = plumb.capture(net, X)
+    for _ in range(2):
+        assert torch.equal(graph(X), net(X))
+    REGISTRY.settings.factor = 3.0
+    with pytest.raises(plumb.Error, match="settings'"):
+        graph(X)
+    REGISTRY.settings = Settings()
+    assert torch.equal(graph(X), X * 2)
+    REGISTRY.settings = types.SimpleNamespace(factor=2.0)
+    with pytest.raises(plumb.Error, match="settings'"):
+        graph(X)
