@@ -215,6 +215,7 @@ FACTS = {
     "layer.weight.layout": lambda m: setattr(m.layer.weight, "data", m.layer.weight.data.t().contiguous().t()),
     "buffer.layout": lambda m: setattr(m.buffer, "data", torch.ones(8)[::2]),
     "tensor.layout": lambda m: setattr(m.tensor, "data", torch.ones(8)[::2]),
+    "buffer.grad": lambda m: setattr(m.buffer, "grad", torch.ones(4)),
 }
 
 
@@ -224,6 +225,8 @@ def test_what_a_parameter_or_buffer_was_asked_is_followed(name):
 
     def asks(m, x):
         tensor = m.layer.weight if path == "layer.weight" else getattr(m, path)
+        if question == "grad":
+            return tensor.grad is None
         return tensor.is_contiguous() if question == "layout" else tensor.requires_grad
 
     def other(value):
@@ -237,7 +240,11 @@ def test_what_a_parameter_or_buffer_was_asked_is_followed(name):
     assert torch.equal(graph(x), model(x)) and torch.equal(tracked(x), model(x))
     FACTS[name](model)
     FACTS[name](tracked)
-    assert torch.equal(tracked(x), model(x))
+    if question == "grad":  # what a forward does with one is not followed
+        with pytest.raises(plumb.Error, match="asks a tensor for grad"):
+            tracked(x)
+    else:
+        assert torch.equal(tracked(x), model(x))
     with pytest.raises(plumb.Error, match=f"'{name.replace('tensor', 'a tensor')}', which the forward had read, has changed"):
         graph(x)
     for changed in (model, tracked):

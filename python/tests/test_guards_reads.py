@@ -5,6 +5,7 @@ import array
 import collections
 import contextlib
 import functools
+import sys
 import types
 
 import pytest
@@ -346,6 +347,7 @@ class Registry:
 
 
 REGISTRY = Registry()
+MODULES = sys.modules
 
 
 def test_an_object_that_is_replaced_by_an_equal_one_is_no_change_and_what_is_done_to_that_one_is():
@@ -366,3 +368,17 @@ def test_an_object_that_is_replaced_by_an_equal_one_is_no_change_and_what_is_don
     REGISTRY.settings = types.SimpleNamespace(factor=2.0)
     with pytest.raises(plumb.Error, match="settings'"):
         graph(X)
+
+
+def test_an_import_between_is_no_change_to_a_forward_that_looks_into_sys_modules():
+    class Net(nn.Module):
+        def forward(self, x):
+            return x * (2 if "torch" in MODULES else 3)
+
+    net = Net()
+    graph = plumb.capture(net, X)
+    MODULES["imported_between"] = types.ModuleType("imported_between")
+    try:
+        assert torch.equal(graph(X), net(X))
+    finally:
+        del MODULES["imported_between"]

@@ -127,3 +127,16 @@ def test_a_copy_of_a_recorded_module_is_a_model_of_its_own(tmp_path):
 def test_a_protocol_that_knows_no_objects_of_c_plus_plus_is_refused():
     with pytest.raises(plumb.Error, match="pickled by protocol 1.*\n.*protocol 2 or newer"):
         pickle.dumps(unit_scale(Scaled()), protocol=1)
+
+
+class Irreps(tuple):
+    """A tuple whose length has no meaning, as in e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_module_that_holds_a_tuple_without_a_length_is_transformed():
+    model = Scaled()
+    model.irreps = Irreps((1, 2))
+    assert torch.equal(plumb.transforms.track_scales(model)(x), model(x))

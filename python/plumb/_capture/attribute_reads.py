@@ -180,7 +180,7 @@ class Observer:
         self.all_tensors: dict[int, nn.Module] = {}  # modules that were asked for all of their tensors
         self.plain_tensors: dict[int, Tensor] = {}  # that attributes, globals and closures hold
         self.takes_values = False  # whether values were taken out of tensors that hang on no input
-        # parameters and the like that were asked: the question, "requires_grad" or "layout", and what they said
+        # parameters and the like that were asked: the question (a property of read_guards.Slot), and what they said
         self.facts: dict[tuple[int, str], tuple[Tensor, str, Any]] = {}
         self.iterators: dict[str, Any] = {}  # attributes that are iterators, and whose they are
         self.asks_results = False  # whether a tensor that hangs on parameters was asked whether it requires a gradient
@@ -339,7 +339,7 @@ def note_result() -> None:
 
 
 def note_fact(tensor: Tensor, question: str, known: Any) -> None:
-    """A tensor that hangs on no input was asked whether it requires a gradient, or for its layout."""
+    """A tensor that hangs on no input was asked whether it requires a gradient or has one, or for its layout."""
     if _observers:
         _observers[-1].facts[id(tensor), question] = tensor, question, known
 

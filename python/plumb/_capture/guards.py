@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import gc
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -54,6 +55,8 @@ def _inside(value: Any) -> Any:
 
 def _is_followed(value: Any, depth: int) -> bool:
     """Returns whether a value is a container whose contents are held."""
+    if value is sys.modules:  # which any import changes
+        return False
     return depth < DEEPEST and isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= MOST
 
 

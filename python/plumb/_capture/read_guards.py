@@ -115,6 +115,10 @@ class Slot:
     def layout(self) -> Any:
         return layout(self._table[self._key])
 
+    @property
+    def grad(self) -> Tensor | None:
+        return self._table[self._key].grad
+
 
 class Names:
     """The names of the parameters and buffers of a module."""

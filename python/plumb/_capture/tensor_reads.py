@@ -96,7 +96,10 @@ def _unknown(name: str) -> Any:
             return known
         if name in _PAST and not self.requires_grad:  # as given
             return _PAST[name]
-        if name == "grad" and known is not None and not is_parameter:  # inputs are fed without: the forward has made it
+        if name == "grad" and known is not None and _C.is_result(self):  # a backward of the forward's own has made it
+            return known
+        if name == "grad" and known is None and not _C.is_computed(self) and not self.requires_grad:  # a buffer without
+            note_fact(self, "grad", None)
             return known
         _C.refuse(
             f"the forward asks a tensor for {name}, which differs from call to call, and a graph has the answer of its capture",

@@ -382,7 +382,7 @@ def _leaves(kept: Any) -> list[Any]:
             leaves.append(value)
         elif id(value) not in seen:
             seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
+            left += (part for part in (value.values() if isinstance(value, dict) else value))  # a subclass may have no len()
     return leaves
 
 
