@@ -40,7 +40,7 @@ class Matcher {
     return false;
   }
 
-  // What a node and a placeholder of the pattern stand for. Most attempts end at the second node.
+  // The match's nodes and arguments, by nodes and placeholders of the pattern. Most attempts end early.
   c10::SmallVector<std::pair<const Node*, Node*>, 12> nodes;
   std::vector<std::pair<const Node*, Arg>> bound;
   std::vector<Node*> inner_casts, input_casts;

@@ -240,7 +240,7 @@ def test_what_a_parameter_or_buffer_was_asked_is_followed(name):
     assert torch.equal(graph(x), model(x)) and torch.equal(tracked(x), model(x))
     FACTS[name](model)
     FACTS[name](tracked)
-    if question == "grad":  # what a forward does with one is not followed
+    if question == "grad":  # a graph does not follow it
         with pytest.raises(plumb.Error, match="asks a tensor for grad"):
             tracked(x)
     else:

@@ -19,7 +19,7 @@ from .cpython import calls_go_to
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PLUMB = os.path.dirname(os.path.dirname(__file__)) + os.sep
 INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
-Modules = list[tuple[str, nn.Module]]  # of ``named_modules()``: a walk over them costs as much as the forward of a few
+Modules = list[tuple[str, nn.Module]]  # as ``named_modules()`` yields them: a walk costs as much as the forward of a few
 
 
 @contextlib.contextmanager
