@@ -89,6 +89,8 @@ bool is_capturing();
 void assign_data(const at::Tensor& tensor, const at::Tensor& value);
 // Returns whether the captured forward of this thread was given the tensor or has computed it from its inputs.
 bool is_computed(const at::Tensor& tensor);
+// Returns whether an operator of this thread's capture has made a tensor.
+bool is_result(const at::Tensor& tensor);
 // Sizes that depend on the data, and values read as a list: see Guards::has_dynamic_sizes, guard_size, guard_values.
 bool size_depends_on_values(const at::Tensor& tensor);
 void guard_size_read(const at::Tensor& tensor, bool exact);

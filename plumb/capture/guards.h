@@ -70,7 +70,4 @@ class Guards {
 // Returns Guards::requires_grad of this thread's capture; without one the tensor's own.
 bool requires_grad_as_given(const at::Tensor& tensor, bool guarded);
 
-// Returns whether an operator of this thread's capture has made a tensor.
-bool is_result(const at::Tensor& tensor);
-
 }  // namespace plumb

@@ -152,10 +152,8 @@ class GraphModule(nn.Module):
                 kwargs = {name: kwargs[name] for name in known.context}  # others come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
-            names = [node.target for node in self.graph.nodes if node.op == "placeholder"]
-            raise structure_error(
-                args, kwargs, self._in_spec, names, "call it as it was captured or exported, or capture again"
-            )
+            remedy = "call it as it was captured or exported, or capture again"
+            raise structure_error(args, kwargs, self._in_spec, self._names(), remedy)
         if self._plain_inputs is not None:
             check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, self._made_how, self._make_again)
         return leaves

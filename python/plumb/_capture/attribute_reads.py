@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 from torch import Tensor, nn
 
 from .._trees import PLAIN
-from .cpython import instructions_of
+from .cpython import instructions_of, line_of
 from .guards import DEEPEST, Guards
 from .torch_patches import INSIDE, Modules, patched
 
@@ -210,7 +210,7 @@ class Observer:
         # Operators have the modes that torch's layers give them. Attention leaves its dropout out.
         attention = isinstance(owner, nn.MultiheadAttention) and owner.__dict__.get("dropout")
         if attention or not frame.f_code.co_filename.startswith(INSIDE):
-            self.mode_line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.mode_line = line_of(frame)
 
     def begin(self, modules: Modules, forward: Any, inputs: list) -> None:
         """Looks at what a forward meets without a read of an attribute: hooks, methods that operators call, inputs."""

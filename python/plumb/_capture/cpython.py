@@ -221,6 +221,11 @@ def of_mode(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith(_MODES)
 
 
+def line_of(frame: FrameType) -> str:
+    """Returns the file and the line that a frame is at."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def past_modes(frame: FrameType) -> FrameType:
     """Returns the frame, or the one that called torch's function modes that it is part of."""
     while of_mode(frame) and frame.f_back is not None:

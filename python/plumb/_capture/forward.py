@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import threading
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,22 +83,22 @@ def _refuse_keys(spec: Any) -> None:
         _refuse_keys(child)
 
 
+def _parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a forward by name; none where its signature cannot be read."""
+    try:
+        return inspect.signature(forward.forward if isinstance(forward, nn.Module) else forward).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def positional_names(forward: Callable[..., Any]) -> list[str]:
     """Returns the names of those parameters of a forward that may be given by position."""
-    try:
-        function = forward.forward if isinstance(forward, nn.Module) else forward
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in _parameters_of(forward).values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def keyword_order(forward: Callable[..., Any], kwargs: dict) -> tuple[str, ...]:
     """Returns the keywords that a forward takes by its ``**kwargs``."""
-    try:
-        parameters = inspect.signature(forward.forward if isinstance(forward, nn.Module) else forward).parameters
-    except (TypeError, ValueError):
-        return ()
+    parameters = _parameters_of(forward)
     by_dict = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return tuple(name for name in kwargs if name not in parameters) if by_dict else ()
 
@@ -296,7 +296,10 @@ def capture_engine(
     told = [torch_patches.TOLD_NOTE] if request.told_libraries else []
     if line := request.asks_settings.get("is_grad_enabled"):
         mode = "on" if request.grad_mode else "off"
-        told.append(f"the forward asks torch.is_grad_enabled(), or whether a result requires a gradient: the graph takes the path for gradients {mode}, at {line}")
+        told.append(
+            "the forward asks torch.is_grad_enabled(), or whether a result requires a gradient: the graph takes the path for "
+            f"gradients {mode}, at {line}"
+        )
     if request.one_graph and left.names:
         names = ", ".join(f"'{name}'" for name in left.names)
         told.append(f"the forward leaves tensors in {names}: a run of the graph does not (a transformed module does)")

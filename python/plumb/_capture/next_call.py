@@ -17,7 +17,7 @@ from .._errors import Error, ErrorKind
 from .._state import constants_of
 from .attribute_reads import caller_of_read
 from .attribute_writes import Change, same_objects
-from .cpython import running
+from .cpython import line_of, running
 
 
 class Read(NamedTuple):
@@ -38,7 +38,7 @@ def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
             frame = caller_of_read(sys._getframe(1))
             found = running(frame)
             if found is None or not found[0].updates_attribute(found[1], key):
-                reads.append(Read(name, f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+                reads.append(Read(name, line_of(frame)))
             return self.__dict__[key]
 
         def write(self: nn.Module, value: Any) -> None:

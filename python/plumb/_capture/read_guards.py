@@ -282,8 +282,8 @@ class _Resolver:
 
     def _facts(self, observer: Observer, module: nn.Module) -> None:
         slots = {
-            id(tensor): (table, key, f"{path}.{key}" if path else key)
-            for path, sub in self.modules
+            id(tensor): (table, key, self._name(sub, key))
+            for _, sub in self.modules
             for table in (sub._parameters, sub._buffers)
             if isinstance(table, dict)  # not of a scripted module
             for key, tensor in table.items()
@@ -468,7 +468,7 @@ def guards_of(
     others = {id(o): o for o in observer.reads.values() if isinstance(o, nn.Module) and id(o) not in make.names}
     for sub in others.values():
         make.other_module(sub)
-    classes = {type(sub) for sub in (*(sub for _, sub in make.modules), *others.values())} | observer.classes
+    classes = {type(sub) for _, sub in make.modules} | {type(sub) for sub in others.values()} | observer.classes
     for part in [part for cls in classes for part in parts_of_class(cls)]:
         make.functions_in(part)
     for value in observer.unnoted.values():

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from .. import _C
 from .._trees import layout
 from .attribute_reads import note_fact, note_result, note_value
-from .cpython import past_modes, running
+from .cpython import line_of, past_modes, running
 from .torch_patches import INSIDE, patched
 
 _VALUES = ("item", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")  # that Python takes out of a tensor
-# Questions about the past of a tensor, each with the answer for one that hangs on nothing that requires a gradient.
+# Attributes that tell the past of a tensor, each with its value for one that hangs on nothing that requires a gradient.
 _PAST = {"is_leaf": True, "grad_fn": None, "output_nr": 0, "retains_grad": False}
-# Questions whose answers differ from call to call. Those about memory a parameter answers alike in every call.
+# Attributes and methods whose values differ from call to call. Those of a parameter's memory stay.
 _MEMORY = ("_base", "_is_view", "is_conj", "is_neg", "data_ptr", "storage_offset", "untyped_storage", "storage")
 _CHANGING = ("grad", "_version", "_backward_hooks", *_MEMORY)
 
@@ -60,7 +60,7 @@ def _requires_grad(guarded: bool, grad_mode: bool, asked: dict[str, str]) -> Cal
         if not isinstance(self, nn.Parameter) and _C.is_result(self):
             note_result()
             if known:
-                asked.setdefault("is_grad_enabled", f"{reader.f_code.co_filename}:{reader.f_lineno}")
+                asked.setdefault("is_grad_enabled", line_of(reader))
                 known = grad_mode
                 if not grad_mode and "enable_grad" in asked:
                     _C.refuse(
@@ -76,8 +76,8 @@ def _requires_grad(guarded: bool, grad_mode: bool, asked: dict[str, str]) -> Cal
 
 def _layout(read: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
     def ask(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _C.is_capturing() and not (code := _reader().f_code).co_filename.startswith(INSIDE):
-            lines.append(f"{code.co_filename}:{_reader().f_lineno}")
+        if _C.is_capturing() and not (reader := _reader()).f_code.co_filename.startswith(INSIDE):
+            lines.append(line_of(reader))
             if not _C.is_computed(self):
                 note_fact(self, "layout", layout(self))
         return read(self, *args, **kwargs)
@@ -86,7 +86,7 @@ def _layout(read: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
 
 
 def _unknown(name: str) -> Any:
-    """Makes the replacement of an attribute or method that no graph can answer for the tensors of its runs."""
+    """Makes the replacement of an attribute or method whose value for the tensors of its runs no graph knows."""
     read, constant = getattr(Tensor, name), name in _PAST or name in _MEMORY
 
     def ask(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def watched_settings(answers: dict[str, Any]) -> Iterator[dict[str, str]]:
             now = original()
             if now != _WITHIN.get(name, answers[name]) or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
                 return now
-            asked.setdefault(name, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            asked.setdefault(name, line_of(frame))
             return answers[name] or (name == "is_grad_enabled" and bool(_enabled_by))
 
         return setting
