@@ -110,6 +110,7 @@ Graph& Graph::operator=(Graph&& other) noexcept {
   output_ = std::exchange(other.output_, nullptr);
   insert_before_ = nullptr;
   size_ = std::exchange(other.size_, 0);
+  id_end_ = std::exchange(other.id_end_, 0);
   // Caches that key on the version see a moved-in graph as another graph.
   const bool sound = other.sound_version_ == other.version_;
   version_ = std::max(version_, other.version_) + 1;
@@ -124,6 +125,7 @@ Graph& Graph::operator=(Graph&& other) noexcept {
 }
 
 void Graph::clear() {
+  names_.clear();  // before the texts that it looks at
   for (Node* node = first_; node;) {
     Node* next = node->next_;
     delete node;
@@ -131,7 +133,6 @@ void Graph::clear() {
   }
   first_ = last_ = output_ = nullptr;
   size_ = 0;
-  names_.clear();
 }
 
 namespace {
@@ -352,9 +353,9 @@ void Graph::erase(Node* node) {
 
 Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
   Graph copy;
-  std::unordered_map<const Value*, Value*> values;
-  values.reserve(size_);
-  const ArgOf map_value = [&](Value* v) { return Arg(values.at(v)); };
+  std::vector<const Node*> twins(id_end_);  // by id
+  copy.names_.reserve(names_.size());
+  const ArgOf map_value = [&](Value* v) { return Arg(twins[v->producer_->id_]->result(v->index_)); };
   for (const Node* node : nodes()) {
     Node* twin = new Node(&copy, node->kind_);
     twin->target_ = node->target_;
@@ -369,9 +370,9 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
       v->name_ = value->name_;
       v->meta_ = value->meta_;
       twin->results_.emplace_back(v);
-      values.emplace(value.get(), v);
       copy.names_.emplace(v->name_, v);
     }
+    twins[node->id_] = twin;
     copy.link(twin, nullptr);
     twin->attach_inputs();
     if (node == output_) copy.output_ = twin;

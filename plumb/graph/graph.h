@@ -87,6 +87,7 @@ class Node {
 
   NodeKind kind() const { return kind_; }
   Graph& graph() const { return *graph_; }
+  size_t id() const { return id_; }  // below graph().id_end(); no other node of the graph has had it
   const std::string& target() const { return target_; }
   // "node %linear_3 (aten::linear)": for messages.
   std::string describe() const;
@@ -154,6 +155,7 @@ class Node {
   void remove_use(size_t input);
 
   Graph* graph_;
+  size_t id_;
   NodeKind kind_;
   std::string target_;
   std::optional<c10::OperatorHandle> op_;
@@ -218,6 +220,7 @@ class Graph {
   Node* first() const { return first_; }
   Node* last() const { return last_; }
   size_t size() const { return size_; }
+  size_t id_end() const { return id_end_; }  // above the ids of all nodes
   std::vector<Node*> placeholders() const;
   std::vector<Node*> attributes() const;           // get_attr nodes
   Node* output_node() const { return output_; }    // null until output() was called
@@ -283,14 +286,10 @@ class Graph {
   Node* last_ = nullptr;
   Node* output_ = nullptr;
   Node* insert_before_ = nullptr;
-  size_t size_ = 0;
+  size_t size_ = 0, id_end_ = 0;
   uint64_t version_ = 0;
   mutable std::atomic<uint64_t> sound_version_ = UINT64_MAX;  // at which lint() found no fault
-  struct HashText {
-    using is_transparent = void;
-    size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
-  };
-  std::unordered_map<std::string, Value*, HashText, std::equal_to<>> names_;
+  std::unordered_map<std::string_view, Value*> names_;        // the texts are the values' own
   std::unordered_map<std::string, uint64_t> counters_;
 };
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/node_set.h"
 #include "tests/message_of.h"
 
 namespace plumb {
@@ -155,6 +156,26 @@ TEST(Graph, ClonesIntoAnEqualGraphOfItsOwn) {
   EXPECT_NE(map.at(relu), relu);
   copy.erase(copy.output_node());
   EXPECT_NE(g.output_node(), nullptr);
+}
+
+TEST(NodeSet, KnowsItsNodesWhateverIsErasedAndMadeMeanwhile) {
+  Graph g;
+  Value* x = g.placeholder("x", f32({2, 3}))->result();
+  NodeSet set;
+  EXPECT_TRUE(set.insert(x->producer()));
+  EXPECT_FALSE(set.insert(x->producer()));
+  for (int i = 0; i < 100; ++i) {  // some of them where an erased one was
+    Node* node = g.call("aten::relu", {x});
+    EXPECT_FALSE(set.contains(node));
+    EXPECT_TRUE(set.insert(node));
+    EXPECT_TRUE(set.contains(node));
+    g.erase(node);
+  }
+  Graph moved = std::move(g);
+  EXPECT_TRUE(set.contains(x->producer()));
+  EXPECT_TRUE(set.erase(x->producer()));
+  EXPECT_FALSE(set.contains(x->producer()) || set.erase(x->producer()));
+  EXPECT_FALSE(set.contains(moved.call("aten::relu", {x})));
 }
 
 TEST(Lint, FindsAMissingOutput) {

@@ -72,7 +72,7 @@ std::string Node::describe() const {
   }
 }
 
-Node::Node(Graph* graph, NodeKind kind) : graph_(graph), kind_(kind) {
+Node::Node(Graph* graph, NodeKind kind) : graph_(graph), id_(graph->id_end_++), kind_(kind) {
   static const OperatorFacts& nothing = operator_facts("");
   facts_ = &nothing;
 }

@@ -244,7 +244,7 @@ void Cutter::choose_wire() {
         why = "it is no tensor";
       } else if (dtype && !has_wire_codes(*dtype)) {
         why = "its type is " + short_name(*dtype);
-      } else if (!differentiable.count(v->producer())) {
+      } else if (!differentiable.contains(v->producer())) {
         why = "it has no gradient";
       }
       for (const std::string& pattern : wire.exclude) {

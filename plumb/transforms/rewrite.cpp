@@ -155,10 +155,8 @@ bool may_have_gradient(const Value* value, const State& state) {
 
 bool is_detach(const Node& node) { return node.is_op("aten::detach"); }
 
-std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
-                                                     bool (*stops)(const Node&)) {
-  std::unordered_set<const Node*> found;
-  found.reserve(graph.size());
+NodeSet differentiable_nodes(const Graph& graph, const State& state, bool (*stops)(const Node&)) {
+  NodeSet found;
   for (const Node* node : graph.nodes()) {
     bool flows = false;
     if (node->kind() == NodeKind::Placeholder) {
@@ -168,7 +166,7 @@ std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const S
       flows = attr && attr->kind == AttrKind::Parameter && may_have_gradient(node->result(), state);
     } else if (!stops(*node)) {
       for (size_t i = 0; i < node->num_inputs() && !flows; ++i) {
-        flows = found.count(node->input(i)->producer()) && may_have_gradient(node->input(i), state);
+        flows = found.contains(node->input(i)->producer()) && may_have_gradient(node->input(i), state);
       }
     }
     if (flows) found.insert(node);
@@ -178,7 +176,7 @@ std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const S
 
 std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state) {
   std::unordered_map<const Node*, std::string> tensor_of, computed;  // the name of a tensor
-  std::unordered_set<const Node*> from_input;
+  NodeSet from_input;
   for (const Node* node : graph.nodes()) {
     if (node->kind() == NodeKind::Placeholder) {
       from_input.insert(node);
@@ -191,10 +189,10 @@ std::unordered_map<const Node*, std::string> computed_from_parameters(const Grap
       continue;
     }
     for (const Value* value : node->inputs()) {
-      if (from_input.count(value->producer())) from_input.insert(node);
+      if (from_input.contains(value->producer())) from_input.insert(node);
       if (auto it = tensor_of.find(value->producer()); it != tensor_of.end()) tensor_of.emplace(node, it->second);
     }
-    if (from_input.count(node)) {
+    if (from_input.contains(node)) {
       tensor_of.erase(node);
     } else if (auto it = tensor_of.find(node);
                it != tensor_of.end() && node->num_results() && !source_attribute(node->result())) {

@@ -6,10 +6,10 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "plumb/graph/graph.h"
+#include "plumb/graph/node_set.h"
 #include "plumb/graph/state.h"
 
 namespace plumb {
@@ -61,8 +61,7 @@ bool may_have_gradient(const Value* value, const State& state);
 bool is_detach(const Node& node);
 // Returns nodes that a gradient can flow through: with a floating or complex input or a parameter among their
 // ancestors, and no node between of which `stops` holds.
-std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state,
-                                                     bool (*stops)(const Node&) = is_detach);
+NodeSet differentiable_nodes(const Graph& graph, const State& state, bool (*stops)(const Node&) = is_detach);
 
 // Returns nodes that depend on parameters or floating-point buffers (perhaps on constants too) but on no input, with
 // the name of one such tensor: a weight made by spectral_norm or another parametrization.

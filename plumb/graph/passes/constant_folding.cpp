@@ -8,6 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/copy_node.h"
+#include "plumb/graph/node_set.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/plan.h"
 
@@ -50,7 +51,7 @@ class Folder {
       }
     }
     for (Node* node : graph_.nodes()) {
-      if (!candidates_.count(node) && !constant_attributes_.count(node)) poison_around(node);
+      if (!candidates_.contains(node) && !constant_attributes_.contains(node)) poison_around(node);
     }
     settle();
   }
@@ -71,7 +72,7 @@ class Folder {
     if (node.is_op("aten::requires_grad_")) return false;  // a constant has no gradient
     for (size_t i = 0; i < node.num_inputs(); ++i) {
       const Node* from = node.input(i)->producer();
-      if (!candidates_.count(from) && !constant_attributes_.count(from)) return false;
+      if (!candidates_.contains(from) && !constant_attributes_.contains(from)) return false;
     }
     for (Memory m : aliases_.written(&node)) {
       if (aliases_.is_external(m) || aliases_.is_returned(m)) return false;
@@ -125,10 +126,10 @@ class Folder {
   std::vector<Value*> read_outside() const {
     std::vector<Value*> values;
     for (const Node* node : graph_.nodes()) {
-      if (!candidates_.count(node)) continue;
+      if (!candidates_.contains(node)) continue;
       for (Value* r : node->results()) {
         bool outside = false;
-        for (const Use& use : r->uses()) outside = outside || !candidates_.count(use.user);
+        for (const Use& use : r->uses()) outside = outside || !candidates_.contains(use.user);
         if (outside) values.push_back(r);
       }
     }
@@ -141,8 +142,8 @@ class Folder {
     std::unordered_map<const Value*, Value*> twins;
     Graph all;
     for (const Node* node : graph_.nodes()) {
-      if (constant_attributes_.count(node)) twins[node->result()] = all.get_attr(node->target())->result();
-      if (candidates_.count(node)) copy_into(all, *node, twins);
+      if (constant_attributes_.contains(node)) twins[node->result()] = all.get_attr(node->target())->result();
+      if (candidates_.contains(node)) copy_into(all, *node, twins);
     }
     std::vector<Arg> outputs;
     for (const Value* v : wanted) outputs.emplace_back(twins.at(v));
@@ -164,8 +165,8 @@ class Folder {
   void drop_first_failure() {
     std::unordered_map<const Value*, c10::IValue> known;
     for (Node* node : graph_.nodes()) {
-      if (constant_attributes_.count(node)) known[node->result()] = state_.get(node->target()).tensor;
-      if (!candidates_.count(node)) continue;
+      if (constant_attributes_.contains(node)) known[node->result()] = state_.get(node->target()).tensor;
+      if (!candidates_.contains(node)) continue;
       Graph one;
       std::unordered_map<const Value*, Value*> twins;
       std::vector<c10::IValue> inputs;
@@ -214,7 +215,7 @@ class Folder {
     std::string name;
     // A copy of a constant that nobody writes is the constant.
     const Node* from = v->producer();
-    if (from->is_op("aten::clone") && constant_attributes_.count(from->input(0)->producer())) {
+    if (from->is_op("aten::clone") && constant_attributes_.contains(from->input(0)->producer())) {
       const at::Tensor& same = state_.get(from->input(0)->producer()->target()).tensor;
       if (same.strides() == tensor.strides()) name = from->input(0)->producer()->target();
     }
@@ -234,9 +235,9 @@ class Folder {
     for (Node* node = graph_.last(); node;) {
       Node* previous = node->prev();
       const bool used = is_used(*node);
-      if (candidates_.count(node) && !used) {
+      if (candidates_.contains(node) && !used) {
         for (const Value* v : node->inputs()) {
-          if (constant_attributes_.count(v->producer())) sources.insert(v->producer());
+          if (constant_attributes_.contains(v->producer())) sources.insert(v->producer());
         }
         graph_.erase(node);
       } else if (sources.count(node) && !used) {
@@ -250,7 +251,7 @@ class Folder {
   State& state_;
   Aliases aliases_;
   ConstantFoldingOptions options_;
-  std::unordered_set<const Node*> candidates_, constant_attributes_;
+  NodeSet candidates_, constant_attributes_;
   std::unordered_map<Memory, std::vector<Node*>> touching_;  // candidates that make or write a written memory
   std::vector<Node*> doomed_;
 };

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <string_view>
-#include <unordered_set>
 
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/copy_node.h"
+#include "plumb/graph/node_set.h"
 #include "plumb/graph/pass.h"
 #include "plumb/operators/operator_facts.h"
 
@@ -304,7 +304,7 @@ class Functionaliser {
 
   // --- rewriting ---
   void visit(Node* node) {
-    if (made_.count(node)) return;
+    if (made_.contains(node)) return;
     const bool is_write = !aliases_.written(node).empty();
     const size_t first = is_write && turns(node) ? 1 : 0;  // a write's own target is looked at in turn()
     for (size_t i = first; i < node->num_inputs(); ++i) {
@@ -434,7 +434,7 @@ class Functionaliser {
   std::unordered_map<const Value*, Value*> reps_;
   std::unordered_map<const Value*, const Node*> last_user_;
   std::unordered_map<const Value*, std::pair<Value*, uint32_t>> made_at_;
-  std::unordered_set<const Node*> made_;
+  NodeSet made_;
   std::vector<Node*> views_, dead_;
   std::vector<std::pair<Value*, std::string>> names_;
 };

@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/node_set.h"
 #include "plumb/operators/operator_facts.h"
 
 namespace plumb {
@@ -79,13 +80,13 @@ bool keep_views_working(Graph& graph) {
   }
   if (readers.empty()) return false;
   const Aliases aliases(graph);
-  std::unordered_set<const Node*> written;
+  NodeSet written;
   for (const Node* node : readers) {
     if (aliases.is_written(aliases.memory(node->input(0)))) written.insert(node);
   }
   bool changed = false;
   for (Node* node : readers) {
-    if (node->target() != "aten::view" || written.count(node)) {
+    if (node->target() != "aten::view" || written.contains(node)) {
       changed |= restore_layout(graph, node);
       continue;
     }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <unordered_set>
 
 #include "plumb/core/error.h"
 #include "plumb/core/text.h"
@@ -74,11 +73,10 @@ class Simulator {
     if (in_place) functionalise(module_);
     data_ = differentiable_nodes(graph_, state_, [](const Node&) { return false; });  // behind a detach, too
     bool changed = take_recurrent_apart();
-    data_.insert(taken_apart_.begin(), taken_apart_.end());
     for (Node* node : graph_.nodes()) {
       if (!node->is_call()) continue;
       if (may_write(*node)) last_write_ = node;
-      if (auto why = hidden_product(node); why && data_.count(node)) {
+      if (auto why = hidden_product(node); why && data_.contains(node)) {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
@@ -123,14 +121,14 @@ class Simulator {
       auto& entry = report_.add(ReportKind::Replaced, node, node->target(), "aten::linear");
       const auto linears = take_apart(module_, node);
       entry.reason = "taken apart into steps: " + std::to_string(linears.size()) + " linear layers";
-      taken_apart_.insert(linears.begin(), linears.end());
+      for (const Node* linear : linears) taken_apart_.insert(linear);
       changed = true;
     }
     return changed;
   }
 
   std::optional<std::string> obstacle(const Node* node) const {
-    if (!options_.operators.empty() && !taken_apart_.count(node)) {
+    if (!options_.operators.empty() && !taken_apart_.contains(node)) {
       bool wanted = false;
       for (std::string_view name : options_.operators) wanted = wanted || bare(name) == bare(node->op_name());
       if (!wanted) return "not among the operators asked for";
@@ -138,7 +136,8 @@ class Simulator {
     if (node->target().ends_with(".out")) return "it writes into a given tensor";
     if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
     if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
-    if (!data_.count(node)) return "it makes a table: no floating-point input and no parameter flows into it";
+    if (!data_.contains(node) && !taken_apart_.contains(node))
+      return "it makes a table: no floating-point input and no parameter flows into it";
     return std::nullopt;
   }
 
@@ -234,7 +233,7 @@ class Simulator {
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
   std::map<std::tuple<const Value*, int64_t, std::string>, Made> rounded_;
-  std::unordered_set<const Node*> taken_apart_, data_;  // data_: what an input or a parameter flows into
+  NodeSet taken_apart_, data_;  // data_: what an input or a parameter flows into
 };
 
 const std::vector<PassOption> kOptions = {

@@ -6,7 +6,6 @@
 #include <map>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "plumb/core/error.h"
@@ -236,7 +235,7 @@ class Optimiser {
           operands.push_back(emit(producer, root, tree));
           continue;
         }
-        if (reported_.insert(producer).second)
+        if (reported_.insert(producer))
           report_.add(ReportKind::LeftAlone, producer, producer->target(), "", "not in the chain behind it: " + why);
       }
       operands.push_back({PointwiseArg::Input, static_cast<int64_t>(tree.inputs.size()), 0});
@@ -320,7 +319,7 @@ class Optimiser {
   Report& report_;
   std::unordered_map<const Node*, size_t> writes_;
   std::unordered_map<const Node*, std::optional<LoweredNode>> lowered_;
-  std::unordered_set<const Node*> reported_;
+  NodeSet reported_;
   std::vector<Node*> fused_;
 };
 

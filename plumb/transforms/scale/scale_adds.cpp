@@ -121,8 +121,7 @@ bool is_copy(const Node* node) {
 
 class AddScaler {
  public:
-  AddScaler(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
-            Report& report)
+  AddScaler(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report)
       : module_(module),
         graph_(module.graph()),
         options_(options),
@@ -133,7 +132,7 @@ class AddScaler {
   ScaledAdds run() {
     std::vector<Node*> adds, candidates;
     for (Node* node : graph_.nodes()) {
-      if (!is_add(node) || keep_.count(node)) continue;
+      if (!is_add(node) || keep_.contains(node)) continue;
       if (auto why = add_obstacle(node)) {
         const bool integer = why->starts_with("it is no float") || why->starts_with("no gradient");
         if (!integer) report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
@@ -193,13 +192,13 @@ class AddScaler {
       const auto& uses = value->uses();
       return std::any_of(uses.begin(), uses.end(), [&](const Use& use) {
         auto it = branch_of.find(use.user);
-        return use.user->is_call() && carrying.count(use.user) && (it == branch_of.end() || it->second != value);
+        return use.user->is_call() && carrying.contains(use.user) && (it == branch_of.end() || it->second != value);
       });
     };
     const auto written_later = written_after_they_are_made(graph_, module_.state());
-    std::unordered_set<const Node*> estimators;
+    NodeSet estimators;
     for (const ResidualAdd& r : found.adds) {
-      if (!carrying.count(r.residual->producer())) {
+      if (!carrying.contains(r.residual->producer())) {
         estimators.insert(r.add);
         report_.add(ReportKind::LeftAlone, r.add, r.add->target(), "",
                     "one operand is computed from the other without a gradient, as in a straight-through estimator");
@@ -212,8 +211,9 @@ class AddScaler {
       }
     }
     if (estimators.empty() && no_residual_.empty()) return found;
-    std::erase_if(adds, [&](const Node* node) { return estimators.count(node) > 0; });
-    std::erase_if(candidates, [&](const Node* node) { return estimators.count(node) || no_residual_.count(node); });
+    std::erase_if(adds, [&](const Node* node) { return estimators.contains(node); });
+    std::erase_if(candidates,
+                  [&](const Node* node) { return estimators.contains(node) || no_residual_.contains(node); });
     return find_residual_adds(graph_, candidates, is_attention);
   }
 
@@ -228,8 +228,8 @@ class AddScaler {
     if (!left->is_tensor() || !right->is_tensor()) return "it adds a number";
     if (!may_be_float(left, module_.state()) && !may_be_float(right, module_.state()))
       return "it is no floating-point computation";
-    const bool left_flows = differentiable_.count(left->producer());
-    const bool right_flows = differentiable_.count(right->producer());
+    const bool left_flows = differentiable_.contains(left->producer());
+    const bool right_flows = differentiable_.contains(right->producer());
     if (!left_flows && !right_flows) return "no gradient flows through it";
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
@@ -306,9 +306,9 @@ class AddScaler {
   GraphModule& module_;
   Graph& graph_;
   const UnitScaleOptions& options_;
-  const std::unordered_set<const Node*>& keep_;
+  const NodeSet& keep_;
   Report& report_;
-  const std::unordered_set<const Node*> differentiable_;
+  const NodeSet differentiable_;
   std::unordered_map<const Node*, const char*> no_residual_;  // adds that only look like residual ones, and why
   ScaledAdds done_;
 };
@@ -338,8 +338,7 @@ bool read_past_copies(GraphModule& module) {
   return changed;
 }
 
-ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
-                      Report& report) {
+ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report) {
   return AddScaler(module, options, keep, report).run();
 }
 

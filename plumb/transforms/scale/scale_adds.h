@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 
+#include "plumb/graph/node_set.h"
 #include "plumb/transforms/report.h"
 #include "plumb/transforms/scale/unit_scale.h"
 
@@ -25,7 +25,6 @@ struct ScaledAdds {
 };
 
 // Adds in `keep` stay what they are. Every other add has an entry in the report.
-ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const std::unordered_set<const Node*>& keep,
-                      Report& report);
+ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report);
 
 }  // namespace plumb

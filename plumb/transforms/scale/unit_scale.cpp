@@ -120,7 +120,7 @@ class UnitScaler {
     find_users_choice();
     if (options_.replace.empty()) return;
     for (Node* node : graph_.nodes()) {
-      if (users_choice_.count(node)) continue;
+      if (users_choice_.contains(node)) continue;
       for (const Replacement& r : options_.replace) {
         if (!node->is_op(r.from)) continue;
         matched_.insert(&r);
@@ -157,7 +157,7 @@ class UnitScaler {
   // Why a node that has an equivalent is left alone; nothing if it is to be replaced.
   std::optional<std::string> obstacle(const Node* node, const Equivalent& equivalent) const {
     if (auto why = equivalent.recurrent ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
-    if (!differentiable_.count(node)) return "no gradient flows through it";
+    if (!differentiable_.contains(node)) return "no gradient flows through it";
     for (std::string_view argument : equivalent.weights) {
       const Arg* arg = node->try_arg(argument);
       if (!arg || !arg->is_value()) continue;
@@ -178,7 +178,7 @@ class UnitScaler {
   }
 
   const Equivalent* becomes(const Node* node) const {
-    if (users_choice_.count(node)) return find_unit_scaled(node);
+    if (users_choice_.contains(node)) return find_unit_scaled(node);
     const Equivalent* equivalent = find_equivalent(node);
     return equivalent && !obstacle(node, *equivalent) ? equivalent : nullptr;
   }
@@ -191,7 +191,7 @@ class UnitScaler {
         report_without_equivalent(node);
         continue;
       }
-      if (users_choice_.count(node)) continue;
+      if (users_choice_.contains(node)) continue;
       std::optional<std::string> why = obstacle(node, *equivalent);
       if (!why) {
         if (auto it = roles_.left_alone.find(node); it != roles_.left_alone.end()) why = it->second;
@@ -227,11 +227,11 @@ class UnitScaler {
   }
 
   void report_without_equivalent(const Node* node) {
-    if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.count(node)) return;
+    if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.contains(node)) return;
     std::string_view name = node->op_name();
     const bool custom = name == "plumb::python_function";
     if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || only_views(node))) return;
-    if (!differentiable_.count(node) || !may_have_gradient(node->result(), module_.state())) return;
+    if (!differentiable_.contains(node) || !may_have_gradient(node->result(), module_.state())) return;
     report_.add(ReportKind::LeftAlone, node, node->target(), "",
                 custom ? "a custom autograd function: it computes what it did" : why_without_equivalent(node));
   }
@@ -268,7 +268,7 @@ class UnitScaler {
       for (const Value* value : node->inputs()) {
         if (auto it = length.find(value->producer()); it != length.end()) longest = std::max(longest, it->second);
       }
-      const bool scales = (name == "aten::mul" || name == "aten::div") && differentiable.count(node);
+      const bool scales = (name == "aten::mul" || name == "aten::div") && differentiable.contains(node);
       if (longest += scales) length[node] = longest;
       if (scales && (!last || longest > length[last])) last = node;
     }
@@ -298,15 +298,15 @@ class UnitScaler {
   void unconstrain() {
     std::vector<Node*> order;
     for (Node* node : graph_.nodes()) order.push_back(node);
-    std::unordered_set<const Node*> before_residual;
+    NodeSet before_residual;
     for (size_t i = order.size(); i-- > 0;) {
       Node* node = order[i];
-      if (node->is_op("plumb::residual_add") || before_residual.count(node)) {
+      if (node->is_op("plumb::residual_add") || before_residual.contains(node)) {
         for (size_t k = 0; k < node->num_inputs(); ++k) before_residual.insert(node->input(k)->producer());
       }
     }
     for (const auto& [node, grad_input] : recurrent_) {
-      if (before_residual.count(node)) continue;
+      if (before_residual.contains(node)) continue;
       const std::string input = node->try_arg("data") ? "data" : "input";
       if (!node->arg(input).is_value()) continue;
       Value* value = node->arg(input).value();
@@ -316,7 +316,7 @@ class UnitScaler {
       changed_ = true;
     }
     for (Node* node : order) {
-      if (before_residual.count(node) || !node->is_call()) continue;
+      if (before_residual.contains(node) || !node->is_call()) continue;
       if (auto it = kept_.find(node); it != kept_.end() && !it->second) continue;
       const Arg* constraint = node->try_arg("constraint");
       if (!constraint || constraint->is_none()) continue;
@@ -346,7 +346,7 @@ class UnitScaler {
   std::unordered_map<const Node*, bool> kept_;
   std::unordered_map<std::string, std::string> chosen_;  // results of replacements, and their operators
   std::unordered_set<const Replacement*> matched_;
-  std::unordered_set<const Node*> users_choice_, differentiable_;
+  NodeSet users_choice_, differentiable_;
   std::unordered_map<const Node*, std::string> computed_;
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;
