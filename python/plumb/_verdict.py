@@ -63,7 +63,7 @@ def verdict(
     recipes: Sequence[str | os.PathLike] | str | None = None,
     steps: int = 4,
     warmup: int = 0,
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    optimizer: Callable[..., Any] | None = None,
     explain: bool = True,
 ) -> Verdict:
     """Says in which number formats `net` will train, and what stands in the way, from the gradients of a few batches.
@@ -82,8 +82,8 @@ def verdict(
         ``"nvfp4"``, ``"mxfp4"``, any other format, ``"e4m3fn-SR/none"`` forward and backward) and recipe files (``NAME.toml``).
         None: those named here.
     steps: as many are measured, half of them behind `warmup` steps of the training.
-    optimizer: makes the optimizer of the copy's parameters, ``lambda p: torch.optim.AdamW(p, lr=3e-4)``; None: AdamW as
-        it comes.
+    optimizer: makes the optimizer of the copy's parameters, ``lambda p: torch.optim.AdamW(p, lr=3e-4)``, or an object of your own
+        with ``step()`` and ``zero_grad()``, which may hold a schedule of the rate as well; None: AdamW as it comes.
     explain: look for what mends a recipe that is not ok: a loss scale, unit scaling, products in a wider format.
 
     A forecast of the loss is not made: the classes *ok*, *doubtful* and *no* are what a few gradients can tell. Raises
@@ -141,7 +141,7 @@ def _judge(
     loss: Callable[..., Tensor] | None,
     names: list[str],
     measured: list[int],
-    make_optimizer: Callable[..., torch.optim.Optimizer] | None,
+    make_optimizer: Callable[..., Any] | None,
     explain: bool,
 ) -> Verdict:
     graph = engine = optimizer = None
@@ -165,10 +165,10 @@ def _judge(
             engine = _C.Verdict(graph._engine, names, explain)
             parameters = [p for p in graph.parameters() if p.requires_grad]
             optimizer = make_optimizer(parameters) if make_optimizer else torch.optim.AdamW(parameters)
-            if not isinstance(optimizer, torch.optim.Optimizer):
+            if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
                 raise Error(f"optimizer returns a {type(optimizer).__name__}", remedy=_FUNCTIONS["optimizer"])
             own = {id(p) for p in parameters}
-            if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            if not all(id(p) in own for group in getattr(optimizer, "param_groups", ()) for p in group["params"]):
                 raise Error("the optimizer has parameters that it was not given", remedy=_FUNCTIONS["optimizer"])
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise Error("a step of LBFGS takes several gradients", remedy=_FUNCTIONS["optimizer"])

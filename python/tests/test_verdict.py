@@ -221,6 +221,28 @@ def test_gradients_may_be_sparse_or_complex():
     assert 0 < found.recipes["fp8"]["score"] < 1
 
 
+class WithSchedule:
+    """An optimizer of a user's own: a step moves the rate, too."""
+
+    def __init__(self, parameters):
+        self.optimizer = torch.optim.SGD(parameters, lr=1.0)
+        self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda i: 0.1 * min(i + 1, 2))
+        self.zero_grad, self.steps = self.optimizer.zero_grad, 0
+
+    def step(self):
+        self.optimizer.step()
+        self.rate.step()
+        self.steps += 1
+
+
+def test_an_optimizer_may_be_an_object_that_holds_the_schedule_of_the_rate_as_well(net):
+    made = []
+    found = plumb.verdict(
+        net, batches(6), F.cross_entropy, recipes=["fp8"], warmup=4, optimizer=lambda p: made.append(WithSchedule(p)) or made[0]
+    )
+    assert found.recipes["fp8"]["verdict"] == "ok" and made[0].steps == 5 and made[0].rate.get_last_lr() == [0.2]
+
+
 class TwoLosses(nn.Module):
     def __init__(self):
         super().__init__()
