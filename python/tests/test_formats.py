@@ -209,6 +209,25 @@ def test_simulate_format_takes_formats_with_shared_scales(name, dtype):
     assert torch.equal(y, expected) and torch.equal(x.grad, qx.grad) and torch.equal(simulated.weight.grad, qw.grad)
 
 
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.table = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x):
+        return x @ self.query, self.query @ self.table
+
+
+def test_a_vector_that_is_multiplied_has_its_blocks_along_its_one_dimension():
+    torch.manual_seed(0)
+    model, f = Scores(), FPFormat.named("mxfp4", "nearest")
+    x = torch.randn(3, 5, 64)
+    scores, row = simulate_format(model, f, f)(x)
+    assert torch.equal(scores, f.quantise(x) @ f.quantise(model.query))
+    assert torch.equal(row, f.quantise(model.query) @ f.quantise(model.table.T).T)
+    (scores.sum() + row.sum()).backward()
+
+
 # --- analysis
 
 

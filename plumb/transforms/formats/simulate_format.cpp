@@ -157,7 +157,7 @@ class Simulator {
 
   // Returns the value rounded forward: one node for all uses, as long as nothing is written in between.
   Value* rounded(Value* value, int64_t dim, Node* user) {
-    if (!fwd_blocks_) dim = -1;
+    if (!fwd_blocks_ || sizes_of(value, state_).size() == 1) dim = -1;  // a matmul's right operand may be a vector
     auto [it, fresh] = rounded_.try_emplace({value, dim, fwd_}, Made{nullptr, nullptr});
     if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
       return it->second.value;
