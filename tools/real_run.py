@@ -24,7 +24,7 @@ import time
 
 from tables import table
 
-COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
+COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
 LENGTH, ROWS, PARTS, RATE = 128, 2, 4, 0.25  # tokens of a window; windows of a microbatch; microbatches; learning rate
 SIZES = dict(vocab=256, d=320, layers=8, h=5, ff=864)
 

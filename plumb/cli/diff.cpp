@@ -117,8 +117,8 @@ void add_diff(CLI::App& app) {
   sub->add_option("--html", o->html, "An HTML page, with the graph in colors");
   sub->add_flag("--json", o->json, "Print as JSON");
   sub->footer(
-      "Example:\n  plumb train gpt.pt2 --data text.bin --hashes a.history\n  plumb train gpt.pt2 --data text.bin "
-      "--stages 2 --hashes b.history\n  plumb diff a.history b.history");
+      "Example:\n  plumb train gpt.pt2 --data text.bin --threads 1 --hashes a.history\n  plumb train gpt.pt2 --data "
+      "text.bin --threads 1 --stages 2 --hashes b.history\n  plumb diff a.history b.history");
   sub->callback([o] { run_diff(*o); });
 }
 

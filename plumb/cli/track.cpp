@@ -247,7 +247,7 @@ void add_track(CLI::App& app) {
   sub->add_option("--fwd", o->history.fwd, "The format that values are held against")->capture_default_str();
   sub->add_option("--bwd", o->history.bwd, "The format that gradients are held against")->capture_default_str();
   sub->add_option("--formats", o->history.formats,
-                  "Say too what each of these would do to each tensor and each gradient: e3m4fn,fp16");
+                  "Say too what each of these would do to each tensor and each gradient: e3m4,fp16");
   sub->add_option("--history", o->history.history,
                   "Show a recorded training, FILE or NAME=FILE, instead of running FILE");
   sub->add_option("--compare", o->history.compare, "Further histories, FILE or NAME=FILE, side by side; up to seven")

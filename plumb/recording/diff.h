@@ -18,7 +18,7 @@ namespace plumb {
 
 // The reason why two runs can be expected to be equal, and in what.
 enum class DiffBasis {
-  SameRows,   // the same rows in every microbatch: every bit, whatever the stages, schedule and replicas
+  SameRows,   // the same rows in every microbatch: every bit, whatever the stages, schedule, replicas; not the threads
   OtherRows,  // other microbatches: values and gradients by row, unless kernels see how many rows there are
   Distance,   // another arithmetic: nothing; how far apart they are is what counts
 };

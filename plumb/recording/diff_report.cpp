@@ -107,13 +107,14 @@ std::string DiffReport::basis_text() const {
   switch (basis) {
     case DiffBasis::SameRows:
       if (first && first->step && std::ranges::all_of(tensors, of_state))
-        return "State after a step: equal if both runs had the same rows in every microbatch and the same groups of "
-               "gradients (--microbatches, --gradient-groups), whatever the stages, schedule and replicas.";
+        return "State after a step: equal if both runs had the same rows in every microbatch, the same groups of "
+               "gradients and as many threads a process (--microbatches, --gradient-groups, --threads), whatever the "
+               "stages, schedule and replicas.";
       return first && first->kind == DiffKind::GradientSum
                  ? "The same rows in every microbatch, and every microbatch's gradients are equal where they were "
                    "recorded: the sums were taken in other groups or another order, or went wrong."
-                 : "The same rows in every microbatch: every bit should be equal, whatever the stages, schedule and "
-                   "replicas.";
+                 : "The same rows in every microbatch: with as many threads a process every bit should be equal, "
+                   "whatever the stages, schedule and replicas.";
     case DiffBasis::OtherRows:
       return "Other rows in a microbatch: values and their gradients are equal where kernels do not see the number of "
              "rows; gradients of parameters, and what follows from them, are summed in another order and were not "

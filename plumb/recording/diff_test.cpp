@@ -289,6 +289,7 @@ TEST_F(Diffs, StateIsComparedStepByStepAndAReplaySaysWhoWasWrong) {
   EXPECT_EQ(report.following, 1);
   EXPECT_THAT(report.conclusion(), HasSubstr("Equal to step 2. In step 3 first differs: w after the step"));
   EXPECT_THAT(report.statement(), HasSubstr("equal if both runs had the same rows in every microbatch"));
+  EXPECT_THAT(report.statement(), HasSubstr("as many threads a process"));
   EXPECT_THAT(conclude_replays(a, b, a, a, {"a", "b"}), HasSubstr("a machine of b was wrong"));
   EXPECT_THAT(conclude_replays(a, b, a, b, {"a", "b"}), HasSubstr("programs, options or kernels"));
   EXPECT_THAT(conclude_replays(a, b, b, a, {"a", "b"}), HasSubstr("Neither run is reproduced"));

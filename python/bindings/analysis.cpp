@@ -153,6 +153,14 @@ Register analysis_part([](py::module_& m) {
              }
              return out;
            })
+      .def("hashes",
+           [](const History& history) {
+             std::vector<std::tuple<int64_t, uint32_t, bool, uint64_t, int64_t>> out;
+             for (const HistoryHashes& step : history.hashes)
+               for (const HistoryHash& h : step.hashes)
+                 out.emplace_back(step.step, h.tensor, h.backward, h.hash, h.first);
+             return out;
+           })
       .def("columns", &columns)
       .def("histograms", &histograms)
       .def("statistic", &statistic, py::arg("name"))

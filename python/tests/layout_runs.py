@@ -10,7 +10,7 @@ import sys
 import numpy as np
 from safetensors.numpy import load_file
 
-COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
+COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
 STEPS = 20
 LAYOUTS = {  # stages x replicas, schedule; 4 microbatches in 2 groups everywhere
     "1 x 1": [],
