@@ -111,6 +111,17 @@ def test_tests_that_pages_name_are_there():
     assert not gone
 
 
+def test_files_that_pages_name_are_there():
+    made_up = {"benchmarks/x.py", "benchmarks/x_bench.cpp", "plumb/ROOM/room.cmake", "plumb/graph/passes/my_pass.cpp"}
+    named = {
+        (page.name, file)
+        for page in DOCUMENTS
+        for file in re.findall(r"`((?:plumb|python|tests|tools|examples|benchmarks|docs|cmake)/[\w./-]+\.\w+)`", page.read_text())
+    }
+    gone = {(page, file) for page, file in named if not (ROOT / file).exists()}
+    assert len(named) > 100 and {file for _, file in gone} <= made_up | {"docs/gpu.md"}, gone  # the latter is of a GPU
+
+
 def test_a_header_becomes_text_and_declarations_without_what_is_private(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import docs_headers
