@@ -61,6 +61,9 @@ def parse_arguments():
     for part in given.parts:
         if part not in TITLES and part != "cpus":
             parser.error(f"there is no part '{part}': {', '.join(TITLES)} or cpus")
+    for wanted in given.setting or []:
+        if not any(wanted and wanted in setting for setting in SETTINGS):
+            parser.error(f"there is no setting '{wanted}': {', '.join(filter(None, SETTINGS))}")
     return given
 
 

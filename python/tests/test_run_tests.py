@@ -89,3 +89,5 @@ def test_a_part_that_there_is_not_is_refused():
     assert (
         done.returncode == 2 and "there is no part 'cp': cpp, device-cpp, python, device-python or cpus" in done.stderr
     )
+    done, _ = run("cpus", "--setting", "AVX3")
+    assert done.returncode == 2 and "there is no setting 'AVX3': ATEN_CPU_CAPABILITY=" in done.stderr

@@ -308,7 +308,8 @@ TEST(Optimise, MeasuresSeveralRunsAsOneTensorWhileItRounds) {
   const auto rounded = simulate_format(unit_scale(gpt()), nearest);
   // Neighbors are wanted otherwise: one pass measures what is summed up beside what is not. Off the CPU only so: each
   // tensor takes dozens of operators there.
-  for (const int64_t apart : there(at::empty({0})).is_cpu() ? std::vector<int64_t>{0, 1, 2, 3} : std::vector<int64_t>{3}) {
+  for (const int64_t apart :
+       there(at::empty({0})).is_cpu() ? std::vector<int64_t>{0, 1, 2, 3} : std::vector<int64_t>{3}) {
     auto tracked = track_scales(rounded), fast = compile(tracked, {.fold = false, .fuse = false});
     ASSERT_GT(count(*fast, "plumb::track_rounded"), 10u);
     for (const auto& tracker : {tracked->tracker, fast->tracker}) {
