@@ -74,6 +74,7 @@ OTHER_RECIPES = [
     "bf16", "fp8", "e4m3fn-RN/e4m3fn-RN", "E3M2", "mxfp8", "mxfp6e3m2-RN/mxfp6e3m2-RN", "mxfp4", "mxfp4-SR/mxfp4-SR", "nvfp4",
     "mxfp4-RN/bf16-RN", "bf16-RN/mxfp4-RN",
 ]  # fmt: skip
+FOUND = ("backward", "drift", "forward", "verdict")  # in the files of verdicts
 STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160, "encoder": 250}
 BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
 COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
@@ -221,11 +222,11 @@ def verdict_on(model: str, scaled: bool, rate: float, batch: int, data, recipes:
 
 
 def judge(model: str, scaled: bool, rate: float, batch: int, data) -> dict[str, list]:
-    """Returns [backward error, forward error, class] of each run with this rate and batch."""
+    """Returns [backward error, drift, forward error, class] of each run with this rate and batch."""
     runs = {run: f"{fwd}/{bwd}" for run, (of_scaled, fwd, bwd) in RUNS.items() if fwd and of_scaled == scaled}
     found = verdict_on(model, scaled, rate, batch, data, list(runs.values()), explain=False)
     return {
-        run: [found.recipes[name][what] for what in ("backward", "forward", "verdict")] for run, name in runs.items()
+        run: [found.recipes[name][what] for what in FOUND] for run, name in runs.items()
     }
 
 
@@ -251,7 +252,7 @@ def remedies(data) -> str:
 
 
 def judge_others(data, keep, kept: dict) -> str:
-    """Judges and trains OTHERS in OTHER_RECIPES: for each [backward error, forward error, class, loss, loss in FP32]."""
+    """Judges and trains OTHERS in OTHER_RECIPES: for each [backward error, drift, forward error, class, loss, loss in FP32]."""
     for model, settings in OTHERS.items():
         of = data[model]
         for rate, batch in settings:
@@ -260,12 +261,12 @@ def judge_others(data, keep, kept: dict) -> str:
             full = tail(train(model, "FP32", rate, batch, of)) if missing else 0
             for recipe in missing:
                 loss = tail(train(model, "FP32", rate, batch, of, lambda net, r=recipe: simulate_format(net, recipe=r)))
-                errors = [found[recipe][what] for what in ("backward", "forward", "verdict")]
+                errors = [found[recipe][what] for what in FOUND]
                 k = key(model, recipe.replace("/", " "), rate, batch)
                 kept[k] = [*errors, loss, full]
                 keep(kept)
                 print(f"{k}: {errors} {loss:.3f} of {full:.3f}", flush=True)
-    return counts((verdict, loss - full) for _, _, verdict, loss, full in kept.values())
+    return counts((verdict, loss - full) for *_, verdict, loss, full in kept.values())
 
 
 def train(model: str, run: str, rate: float, batch: int, data, change=lambda net: net, seed: int = 0) -> list[float]:
@@ -317,7 +318,7 @@ def counted(losses: dict[str, list[float]], verdicts: dict) -> str:
     full-precision run of the same rate, batch and seed: the middle of the seeds. `losses`: a number a seed. Runs whose
     full-precision run does not learn count not."""
     gaps = []
-    for k, (_, _, verdict) in verdicts.items():
+    for k, (*_, verdict) in verdicts.items():
         full = losses.get(full_of(k))
         if k not in losses or full is None or (k.startswith("convnet") and np.median(full) > 2.0):
             continue

@@ -6,10 +6,12 @@ HtmlReport verdict_page(const VerdictReport& report, const std::string& model) {
   HtmlReport page("Number formats" + (model.empty() ? "" : " of " + model),
                   std::to_string(report.batches) + " batches, " + std::to_string(report.gradients) + " gradients");
   page.section("Verdict").prose(report.conclusion()).add(report.table());
-  page.prose(
-      "`backward` is the error of the whole gradient where gradients alone are rounded, `forward` where values and "
-      "weights are, as shares of the full-precision gradient. The score is backward + 0.3 x forward; up to 0.15 is ok, "
-      "above 0.35 no.");
+  page.prose(c10::str(
+      "`backward` is the error of the whole gradient where gradients alone are rounded, `forward` where values "
+      "and weights are, as shares of the full-precision gradient; `drift` is the part of the backward's that "
+      "moves all rows of a weight alike, where no step moves them back. The score is backward + drift + 0.3 x "
+      "forward; up to ",
+      GradientError::kMostOk, " is ok, above ", GradientError::kMostDoubtful, " no."));
   for (const RecipeVerdict& recipe : report.recipes) {
     if (recipe.problem.empty() && recipe.error.verdict() == VerdictClass::Ok) continue;
     page.section(recipe.name).prose(recipe.sentence());

@@ -82,8 +82,8 @@ void add_verdict(CLI::App& app) {
   sub->add_option("-o", o->out, "A file of the recipe it ends with, for plumb train --formats; - prints it");
   sub->add_flag(
       "--json", o->json,
-      "{conclusion, recipes: [{recipe, backward, forward, score, verdict, sentence, last, remedied, file, products: "
-      "[{product, direction, gain}]}], file, batches, gradients, full_gradients}");
+      "{conclusion, recipes: [{recipe, backward, drift, forward, score, verdict, sentence, last, remedied, file, "
+      "products: [{product, direction, gain}]}], file, batches, gradients, full_gradients}");
   sub->footer("Example:\n  plumb verdict gpt.pt2 --data text.bin --recipes fp8,mxfp4 -o recipe.toml");
   sub->callback([o] { judge(*o); });
 }

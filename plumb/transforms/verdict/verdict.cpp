@@ -23,6 +23,7 @@ constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr int kScaleStep = 4, kMostScale = 40;  // exponents of the loss scales that are tried
 constexpr size_t kMostKept = 2;                 // product-directions in a wider format
 constexpr double kSmallShare = 0.05;            // part of the score: a direction that adds less has no culprits
+constexpr double kZeroSum = 1e-4;  // a sum over the rows this small is rounding: share of the gradient's norm
 
 // The recipe in one direction alone.
 FormatRecipe one_way(FormatRecipe recipe, bool backward) {
@@ -76,6 +77,11 @@ double norm_of(const std::vector<at::Tensor>& gradient) {
   return std::sqrt(squares);
 }
 
+// Returns the norm of the part that all rows have in common.
+double common_norm(const at::Tensor& gradient) {
+  return norm_of({gradient.sum(0)}) / std::sqrt(static_cast<double>(gradient.size(0)));
+}
+
 // Each once, in the state's order.
 std::vector<at::Tensor> trained(const GraphModule& module) {
   std::vector<at::Tensor> all;
@@ -109,16 +115,16 @@ class MeasuredBatch {
     plain_ = full_gradient(*module_);
   }
 
-  // Returns the error of the gradient that is rounded in this direction only.
-  double error(const FormatRecipe& recipe, bool backward) {
-    if (!rounds(recipe, backward)) return 0;
+  // Returns the error of the gradient that is rounded in this direction only; zeros for the other.
+  GradientError error(const FormatRecipe& recipe, bool backward) {
+    if (!rounds(recipe, backward)) return {};
     if (recipe.unit_scaled && !scaled_) {
       scaled_module_ = unit_scale(module_);
       scaled_ = full_gradient(*scaled_module_);
     }
     const Gradient& full = recipe.unit_scaled ? *scaled_ : plain_;
     const auto graph = derive(recipe.unit_scaled ? *scaled_module_ : *module_);
-    if (!apply_recipe(*graph, one_way(recipe, backward))) return 0;
+    if (!apply_recipe(*graph, one_way(recipe, backward))) return {};
     has_rounded_ = true;
     std::vector<at::Tensor> rounded = gradient(*graph);
     for (size_t i = 0; i < rounded.size(); ++i) {
@@ -127,12 +133,17 @@ class MeasuredBatch {
       rounded[i] = rounded[i].defined() ? rounded[i] - before : before;
     }
     const double share = norm_of(rounded) / full.norm;
-    return std::isfinite(share) ? share : kInfinite;
+    const double error = std::isfinite(share) ? share : kInfinite;
+    if (!backward) return {.forward = error};
+    double squares = 0;
+    for (const size_t i : full.zero_sums) squares += std::pow(common_norm(rounded[i]) / full.norm, 2);
+    return {.backward = error, .drift = std::isfinite(squares) ? std::sqrt(squares) : 0};
   }
   // Throws Error(InvalidState) for a recipe that rounds nothing of this model.
   GradientError error(const FormatRecipe& recipe) {
     has_rounded_ = false;
-    const GradientError found{error(recipe, true), error(recipe, false)};
+    GradientError found = error(recipe, true);
+    found.take(error(recipe, false), false);
     if (has_rounded_ || !(rounds(recipe, true) || rounds(recipe, false))) return found;
     throw Error(ErrorKind::InvalidState, "the model has no product that it rounds", "",
                 "a model with matrix products that no transform has taken");
@@ -142,11 +153,17 @@ class MeasuredBatch {
   struct Gradient {
     std::vector<at::Tensor> tensors;
     double norm = 0;
+    std::vector<size_t> zero_sums;  // places of weights whose gradients sum to zero over the rows
   };
 
   Gradient full_gradient(const GraphModule& module) {
     Gradient full{gradient(*derive(module))};
     full.norm = norm_of(full.tensors);
+    for (size_t i = 0; i < full.tensors.size(); ++i) {
+      const at::Tensor& g = full.tensors[i];
+      if (g.defined() && !g.is_sparse() && g.dim() > 1 && g.size(0) > 1 && common_norm(g) < kZeroSum * norm_of({g}))
+        full.zero_sums.push_back(i);
+    }
     ++report_.full_gradients;
     if (full.norm > 0 && std::isfinite(full.norm)) return full;
     throw Error(ErrorKind::Numerics,
@@ -215,8 +232,13 @@ class Remedy {
   }
 
  private:
-  static double least_of(const std::vector<std::pair<int, double>>& tried) {
-    return std::ranges::min(tried, {}, &std::pair<int, double>::second).second;
+  struct Scaled {
+    int exponent;
+    GradientError error;
+    double backward() const { return error.share(true); }
+  };
+  static double least_of(const std::vector<Scaled>& tried) {
+    return std::ranges::min(tried, {}, &Scaled::backward).backward();
   }
   bool is_ok() const { return verdict_.remedied.verdict() == VerdictClass::Ok; }
 
@@ -224,24 +246,26 @@ class Remedy {
   bool scale_loss() {
     if (has_own_scales(verdict_.recipe, true)) return false;
     FormatRecipe recipe = verdict_.recipe;
-    const double as_it_is = verdict_.remedied.backward;
-    std::vector<std::pair<int, double>> tried{{0, as_it_is}};
+    std::vector<Scaled> tried{{0, verdict_.remedied}};
+    const double as_it_is = tried[0].backward();
     for (const int step : {kScaleStep, -kScaleStep}) {
       for (int k = step; std::abs(k) <= kMostScale; k += step) {
         recipe.loss_scale = verdict_.recipe.loss_scale * std::ldexp(1.0, k);
         if (!std::isnormal(recipe.loss_scale)) break;
-        tried.emplace_back(k, batch_.error(recipe, true));
+        tried.push_back({k, batch_.error(recipe, true)});
         // At the edge of the range errors grow before they fall.
-        if (least_of(tried) < 0.5 * as_it_is && tried.back().second > 0.9 * tried[tried.size() - 2].second) break;
+        if (least_of(tried) < 0.5 * as_it_is && tried.back().backward() > 0.9 * tried[tried.size() - 2].backward())
+          break;
       }
       if (least_of(tried) < 0.5 * as_it_is) break;
     }
     const double least = least_of(tried);
     if (!(least < 0.5 * as_it_is)) return false;
-    const auto best = std::ranges::find_if(tried, [&](const auto& t) { return t.second <= 1.05 * least; });
-    const GradientError error{best->second, verdict_.remedied.forward};
+    const auto best = std::ranges::find_if(tried, [&](const Scaled& t) { return t.backward() <= 1.05 * least; });
+    GradientError error = verdict_.remedied;
+    error.take(best->error, true);
     if (error.verdict() == VerdictClass::No) return false;
-    verdict_.remedy.loss_scale = verdict_.recipe.loss_scale * std::ldexp(1.0, best->first);
+    verdict_.remedy.loss_scale = verdict_.recipe.loss_scale * std::ldexp(1.0, best->exponent);
     verdict_.remedied = error;
     return is_ok();
   }
@@ -266,12 +290,12 @@ class Remedy {
   void name_products() {
     const std::vector<std::string> names = product_names(module_);
     for (const bool backward : {true, false}) {
-      const double weight = backward ? 1 : 0.3;
-      const double as_it_is = backward ? verdict_.remedied.backward : verdict_.remedied.forward;
-      if (weight * as_it_is < kSmallShare || names.size() < 2) continue;
+      const double as_it_is = verdict_.remedied.share(backward);
+      if (as_it_is < kSmallShare || names.size() < 2) continue;
       for (const std::string& name : names) {
-        const double kept = batch_.error(with_product(verdict_.remedy, name, backward, "none"), backward);
-        const double gain = std::isfinite(kept) ? weight * (as_it_is - kept) : 0;
+        const FormatRecipe recipe = with_product(verdict_.remedy, name, backward, "none");
+        const double kept = batch_.error(recipe, backward).share(backward);
+        const double gain = std::isfinite(kept) ? as_it_is - kept : 0;
         verdict_.products.push_back({name, backward, gain});
       }
     }
@@ -285,7 +309,7 @@ class Remedy {
       const ProductVerdict& p = verdict_.products[i];
       if (!(p.gain > 0)) break;
       recipe = with_product(recipe, p.product, p.backward, wider(verdict_.recipe, p.backward));
-      (p.backward ? error.backward : error.forward) = batch_.error(recipe, p.backward);
+      error.take(batch_.error(recipe, p.backward), p.backward);
       if (error.score() < 0.9 * verdict_.remedied.score()) verdict_.remedy = recipe, verdict_.remedied = error;
     }
   }
@@ -322,6 +346,7 @@ void Verdict::measure(const Parts& parts) {
     try {
       const GradientError error = batch.error(verdict.recipe);
       verdict.error.backward += error.backward;
+      verdict.error.drift += error.drift;
       verdict.error.forward += error.forward;
     } catch (const Error& e) {  // an error of this recipe: the model itself has run
       verdict.problem = e.message();
@@ -338,6 +363,7 @@ VerdictReport Verdict::conclude(const Parts& parts) {
   std::optional<MeasuredBatch> batch;
   for (RecipeVerdict& verdict : out.recipes) {
     verdict.error.backward /= batches;
+    verdict.error.drift /= batches;
     verdict.error.forward /= batches;
     verdict.last = verdict.remedied = verdict.error;
     if (!options_.explain || !verdict.problem.empty() || verdict.error.verdict() == VerdictClass::Ok) continue;

@@ -33,9 +33,17 @@ std::string_view to_string(VerdictClass verdict);  // "ok", "doubtful", "no"
 // Errors of the gradient of all parameters, as shares of the full-precision gradient's norm.
 struct GradientError {
   double backward = 0, forward = 0;  // rounded in this direction only; infinity where a gradient is not finite
+  // The part of the backward's error that moves all rows of a weight alike, in weights whose full-precision gradients
+  // sum to zero over the rows, as those in front of a cross entropy do. No step moves them back.
+  double drift = 0;
 
-  double score() const { return backward + 0.3 * forward; }
-  // Up to 0.15 ok, above 0.35 no (docs/training.md has the runs that the rule was made with).
+  double score() const { return share(true) + share(false); }
+  // Returns what a direction adds to the score.
+  double share(bool of_backward) const { return of_backward ? backward + drift : 0.3 * forward; }
+  // Takes a direction's errors from another one.
+  void take(const GradientError& other, bool of_backward);
+  // docs/training.md has the runs that the rule was made with.
+  static constexpr double kMostOk = 0.15, kMostDoubtful = 0.5;  // scores
   VerdictClass verdict() const;
 };
 

@@ -27,14 +27,24 @@ std::string_view to_string(VerdictClass verdict) {
 }
 
 VerdictClass GradientError::verdict() const {
-  return score() <= 0.15 ? VerdictClass::Ok : score() <= 0.35 ? VerdictClass::Doubtful : VerdictClass::No;
+  return score() <= kMostOk ? VerdictClass::Ok : score() <= kMostDoubtful ? VerdictClass::Doubtful : VerdictClass::No;
+}
+
+void GradientError::take(const GradientError& other, bool of_backward) {
+  if (of_backward) {
+    backward = other.backward;
+    drift = other.drift;
+  } else {
+    forward = other.forward;
+  }
 }
 
 std::string RecipeVerdict::sentence() const {
   if (!problem.empty()) return name + " was not measured: " + problem;
   const auto is = to_string(error.verdict());
+  const std::string drifts = error.drift < 0.01 ? "" : " (" + score_text(error.drift) + " more of drift)";
   const std::string as_it_is = c10::str(name, ": ", is, ", the error of the gradient is ", score_text(error.backward),
-                                        " backward and ", score_text(error.forward), " forward");
+                                        " backward", drifts, " and ", score_text(error.forward), " forward");
   if (error.verdict() == VerdictClass::Ok) return as_it_is + ".";
   std::vector<std::string> what;
   if (remedy.unit_scaled != recipe.unit_scaled) what.emplace_back("unit_scale() before");
@@ -89,14 +99,18 @@ std::string VerdictReport::recipe_file() const {
 }
 
 Table VerdictReport::table() const {
-  Table table{{"recipe", "backward", "forward", "score", "verdict", "with its remedy", "verdict then"}, {}};
+  Table table{{"recipe", "backward", "drift", "forward", "score", "verdict", "with its remedy", "verdict then"}, {}};
   for (const RecipeVerdict& v : recipes) {
     if (!v.problem.empty()) {
-      table.rows.push_back({v.name, "", "", "", "not measured"});
+      table.rows.push_back({v.name, "", "", "", "", "not measured"});
       continue;
     }
-    std::vector<std::string> row{v.name, score_text(v.error.backward), score_text(v.error.forward),
-                                 score_text(v.error.score()), std::string(to_string(v.error.verdict()))};
+    std::vector<std::string> row{v.name,
+                                 score_text(v.error.backward),
+                                 score_text(v.error.drift),
+                                 score_text(v.error.forward),
+                                 score_text(v.error.score()),
+                                 std::string(to_string(v.error.verdict()))};
     if (v.changed()) row.push_back(score_text(v.remedied.score())), row.emplace_back(to_string(v.remedied.verdict()));
     table.rows.push_back(std::move(row));
   }
@@ -126,6 +140,7 @@ nlohmann::json VerdictReport::to_json() const {
   auto of_recipes = nlohmann::json::array();
   const auto errors = [](const GradientError& e) {
     return nlohmann::json{{"backward", e.backward},
+                          {"drift", e.drift},
                           {"forward", e.forward},
                           {"score", e.score()},
                           {"verdict", std::string(to_string(e.verdict()))}};

@@ -67,21 +67,44 @@ TEST(Verdict, MeasuresForwardAndBackwardApart) {
   EXPECT_EQ(report.gradients, 2 + 2 * (2 + 1 + 1 + 2));
 }
 
+at::Tensor gradient_of(GraphModule& graph, const Verdict::Parts& parts) {
+  std::vector<at::Tensor> parameters, flat;
+  for (const Attr& attr : graph.state()) parameters.push_back(attr.tensor);
+  for (const auto& g : torch::autograd::grad({parts[0](graph)}, parameters)) flat.push_back(g.flatten());
+  return at::cat(flat);
+}
+
 TEST(Verdict, TheErrorIsThatOfTheWholeGradientAsSimulateFormatRoundsIt) {
   const auto net = two_branches(1);
   const auto parts = batch();
-  const auto gradient = [&](GraphModule& graph) {
-    std::vector<at::Tensor> parameters, flat;
-    for (const Attr& attr : graph.state()) parameters.push_back(attr.tensor);
-    for (const auto& g : torch::autograd::grad({parts[0](graph)}, parameters)) flat.push_back(g.flatten());
-    return at::cat(flat);
-  };
-  const at::Tensor full = gradient(*net);
+  const at::Tensor full = gradient_of(*net, parts);
   const auto rounded = derive(*net);
   simulate_format(*rounded, {.fwd = "none", .bwd = "mxfp4-RN"});
-  const double error = ((gradient(*rounded) - full).norm() / full.norm()).item<double>();
+  const double error = ((gradient_of(*rounded, parts) - full).norm() / full.norm()).item<double>();
   const auto report = verdict(*net, {parts}, {.recipes = {"mxfp4"}, .explain = false});
   EXPECT_NEAR(report.recipes[0].error.backward, error, 1e-6);
+  EXPECT_EQ(report.recipes[0].error.drift, 0) << "no weight whose gradient sums to zero over the rows";
+}
+
+TEST(Verdict, TheDriftIsWhatMovesAllRowsInFrontOfACrossEntropyAlike) {
+  State state;
+  parameter(state, "head.weight", randn_there({10, 16}));
+  const auto net = module_of(R"(graph { %x: f32[32, 16] = placeholder "x" %y: i64[32] = placeholder "y"
+      %h = get_attr "head.weight" %o: f32[32, 10] = aten::linear(%x, %h)
+      %loss: f32[] = aten::cross_entropy_loss(%o, %y) output(%loss) })",
+                             std::move(state));
+  const at::Tensor x = randn_there({32, 16}), y = (3 * randn_there({32}).abs()).clamp_max(9).to(at::kLong);
+  const Verdict::Parts parts{[x, y](GraphModule& graph) { return graph(x, y); }};
+  const at::Tensor full = gradient_of(*net, parts);
+  const auto rounded = derive(*net);
+  simulate_format(*rounded, {.fwd = "none", .bwd = "mxfp4-RN"});
+  const at::Tensor error = gradient_of(*rounded, parts) - full;
+  const auto found = verdict(*net, {parts}, {.recipes = {"mxfp4"}}).recipes[0];
+  const double drift = (error.view({10, 16}).mean(0).norm() * std::sqrt(10.0) / full.norm()).item<double>();
+  EXPECT_GT(drift, 0.01);
+  EXPECT_NEAR(found.error.drift, drift, 1e-6);
+  EXPECT_DOUBLE_EQ(found.error.score(), found.error.backward + found.error.drift + 0.3 * found.error.forward);
+  EXPECT_THAT(found.sentence(), HasSubstr(" more of drift)"));
 }
 
 TEST(Verdict, ALossScaleMendsGradientsBelowTheRangeOfAFormat) {
@@ -112,7 +135,7 @@ TEST(Verdict, ARecipeThatOnlyTheLastBatchCallsOkIsNotRecommendedForIt) {
 TEST(Verdict, NamesTheProductAndDirectionThatStandInTheWay) {
   const auto report = of(*two_branches(1, std::ldexp(1.0, -40)), {"none/e5m2", "bf16"});
   const RecipeVerdict& fp8 = report.recipes[0];
-  EXPECT_EQ(fp8.error.verdict(), VerdictClass::No);
+  EXPECT_EQ(fp8.error.verdict(), VerdictClass::Doubtful);
   ASSERT_EQ(fp8.products.size(), 3u);
   EXPECT_EQ(fp8.products[0].product, "small");
   EXPECT_TRUE(fp8.products[0].backward);
