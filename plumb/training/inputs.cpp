@@ -90,7 +90,8 @@ class Inputs {
         }
         throw UsageError(
             option_ + ": no value for input '" + nodes_[i]->target() + "' (" + type_text(input.meta()) + ")",
-            option_ + " " + nodes_[i]->target() + "=FILE.pt");
+            any_rows_ ? "a .pt or .safetensors that holds every input by its name, '" + nodes_[i]->target() + "' too"
+                      : option_ + " " + nodes_[i]->target() + "=FILE.pt");
       }
       check(input, *given_[i]);
       values.push_back(std::move(given_[i]->value));

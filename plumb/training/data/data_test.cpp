@@ -180,6 +180,8 @@ TEST_F(TrainingData, ReadsRowsByNameFromSafetensors) {
   EXPECT_EQ(run(together, mlp()).losses(), run(apart, mlp()).losses());
   write_safetensors(path("rows.safetensors"), {{"z", x}, {"targets", y}});
   EXPECT_THAT(message_of([&] { run(together, mlp()); }), HasSubstr("there is no input 'z'"));
+  write_safetensors(path("rows.safetensors"), {{"targets", y}, {"mask", mask}});
+  EXPECT_THAT(message_of([&] { run(together, mlp()); }), HasSubstr("that holds every input by its name, 'x0' too"));
 }
 
 TEST_F(TrainingData, RowsThatTheModelDoesNotTakeAreNamedBeforeTheFirstStep) {
