@@ -48,6 +48,29 @@ def test_weights_that_a_forward_writes_are_the_same_in_every_layout(tmp_path):
         assert plumb.diff(weights["one"], weights[name]).equal, name
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(4))
+
+    def forward(self, x):
+        z = torch.complex(x, x.flip(-1))
+        for layer in self.layers:
+            z = layer(z)
+            z = z * torch.sigmoid(z.abs())
+        return z.real + z.imag
+
+
+def test_an_audit_finds_nothing_in_a_sound_run_whose_stages_hand_on_complex_values(tmp_path):
+    torch.manual_seed(0)
+    plumb.save_pt2(plumb.capture(Complex(), torch.randn(4, 4)), tmp_path / "net.pt2")
+    for name in ("x.pt", "y.pt"):
+        torch.save(torch.randn(16, 4), tmp_path / name)
+    words = "train net.pt2 --data x.pt --targets y.pt --loss mse --threads 1 --steps 8 --microbatches 2 --json --stages 2"
+    told = layout_runs.run([*words.split(), "--audit", "--audit-every", "1", "--max-restarts", "8"], tmp_path)
+    assert not [event for event in told if "audit" in event]
+
+
 def test_an_audit_finds_nothing_in_a_sound_run_whose_weights_lie_in_columns(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))

@@ -87,7 +87,7 @@ void AuditedStage::watch(int microbatch) {
   watched_ = microbatch;
   tracker_ = ScaleTracker::create();
   const auto made = derive(*module());
-  track_scales(*made, *tracker_);
+  track_scales(*made, *tracker_, nullptr, /*every_type=*/true);
   tracker_->set_enabled(false);
   hashed_.clear(), outputs_.clear();
   Graph& graph = made->graph();

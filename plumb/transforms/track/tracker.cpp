@@ -177,7 +177,7 @@ void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x
   const bool sparse = x.is_sparse() && !x.unsafeGetTensorImpl()->is_python_dispatch();
   if (!sparse && (x.layout() != at::kStrided || at::isTensorSubclassLike(x))) return;
   const Wanted wanted = this->wanted(slot);
-  if (!x.is_floating_point() && !wanted.keep) return;
+  if (!x.is_floating_point() && !wanted.keep && !(wanted.hash && x.is_complex())) return;
   if (wanted.hash || wanted.keep) hash(slot, direction, sparse ? x.detach().to_dense() : x, rows, wanted.keep);
   if (!wanted.metrics || !x.is_floating_point()) return;
   const MetricsOptions options = options_for(slot);
@@ -340,7 +340,7 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   } else if (wanted.forward) {
     tracker->record(slot, ScaleTracker::Direction::Forward, x, rows);
   }
-  const bool taken = x.is_floating_point() || (x.is_complex() && wanted.keep);  // as record() has it
+  const bool taken = x.is_floating_point() || (x.is_complex() && (wanted.keep || wanted.hash));  // as record() has it
   if (!wanted.backward || !at::GradMode::is_enabled() || !taken || x.is_inference()) return x;
   const bool input = tracker->is_input(slot);
   if (!x.requires_grad()) {
