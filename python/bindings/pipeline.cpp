@@ -28,6 +28,13 @@ auto in_stage(const std::shared_ptr<py::object>& stage, const F& f) {
   });
 }
 
+std::vector<NamedTensor> named(const py::object& pairs) {
+  std::vector<NamedTensor> tensors;
+  for (auto& [name, tensor] : pairs.cast<std::vector<std::pair<std::string, at::Tensor>>>())
+    tensors.push_back({std::move(name), std::move(tensor)});
+  return tensors;
+}
+
 // A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it,
 // and its run() otherwise.
 class PyStage : public StageFunction {
@@ -58,14 +65,11 @@ class PyStage : public StageFunction {
   }
 
   std::vector<NamedTensor> parameters() const override {
-    return in_stage(stage_, [&] {
-      std::vector<NamedTensor> named;
-      for (py::handle pair : stage_->attr("parameters")()) {
-        auto [name, tensor] = pair.cast<std::pair<std::string, at::Tensor>>();
-        named.push_back({std::move(name), std::move(tensor)});
-      }
-      return named;
-    });
+    return in_stage(stage_, [&] { return named(stage_->attr("parameters")()); });
+  }
+
+  std::vector<NamedTensor> written_state() const override {
+    return in_stage(stage_, [&] { return named(stage_->attr("written_state")()); });
   }
 
   std::optional<at::Device> device() const override {
@@ -156,6 +160,12 @@ void bind_stages(py::module_& m) {
                     bool>(),
            py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"),
            py::arg("variant") = false)
+      .def("written_state",
+           [](const GraphStage& stage) {
+             std::vector<std::pair<std::string, at::Tensor>> pairs;
+             for (const NamedTensor& each : stage.written_state()) pairs.emplace_back(each.name, each.tensor);
+             return pairs;
+           })
       .def("graph_for", &GraphStage::graph_for, FreeGil(), py::arg("sizes"))
       .def("run_by_hand", &GraphStage::run_by_hand, FreeGil(), py::arg("inputs"), py::arg("sizes"))
       .def("run", &GraphStage::run_values, FreeGil(), py::arg("inputs"), py::arg("sizes"));

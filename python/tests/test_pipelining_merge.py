@@ -5,7 +5,7 @@ import copy
 import pytest
 import ranks
 import torch
-from plumb.pipelining import PipelineStage, pipe_split, pipeline
+from plumb.pipelining import PipelineStage, SplitPoint, pipe_split, pipeline
 from plumb.pipelining.schedules import ScheduleGPipe, get_schedule_class
 from torch import nn
 
@@ -153,3 +153,25 @@ def test_states_of_stages_without_a_pipe_are_gathered_too():
     found = ranks.run(gather_plain, 2)
     for states, _ in found:
         assert all(same(state, own) for state, (_, own) in zip(states, found))
+
+
+def train_normed(rank, size):
+    torch.manual_seed(0)
+    bare = [nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, affine=False)]  # stages of buffers alone
+    net = nn.Sequential(nn.Linear(4, 4), *bare, nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    x = torch.randn(8, 4)
+    pipe = pipeline(net, (x[:2],), split_spec={str(i): SplitPoint.BEGINNING for i in (1, 2, 3)})
+    here = range(4) if size == 1 else sorted([rank, 3 - rank])
+    stages = [pipe.build_stage(i, CPU) for i in here]
+    schedule = get_schedule_class("LoopedBFS" if size == 1 else "DualPipe")(stages, 4, nn.functional.mse_loss)
+    schedule.gradient_groups = 2 if size == 1 else 0
+    for _ in range(2):
+        schedule.step(x, target=x)
+    return {name: value for stage in stages for name, value in stage.submod.named_buffers()}
+
+
+def test_buffers_of_a_stage_on_two_ranks_are_the_mean_of_two_groups_on_both():
+    whole = train_normed(0, 1)
+    for part in ranks.run(train_normed, 4):
+        for name, value in part.items():
+            assert torch.equal(value, whole[name]), name

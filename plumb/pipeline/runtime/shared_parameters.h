@@ -26,7 +26,7 @@ std::uint64_t content_hash(const at::Tensor& tensor);
 
 struct SharedParameters {
   std::vector<CopyGroup> groups;              // groups of two or more copies, at least one of them this rank's
-  std::vector<std::vector<bool>> copy_peers;  // [a][b]: ranks a and b hold copies of one parameter
+  std::vector<std::vector<bool>> copy_peers;  // [a][b]: ranks a and b sum gradients or buffers
   // Returns whether this rank's stage holds one of them.
   bool in_stage(int stage) const;
 };

@@ -119,7 +119,10 @@ StepRunner::StepRunner(PipeTable layout, const Schedule& schedule,
   const int groups = setup_.groups_here();
   for (auto& [index, local] : runner_.stages) {
     local.gradients = make_accumulator(index, shared_indices[index]);
-    if (groups * setup_.options.replicas.size() == 1 && !other_rank_of(index)) continue;
+    const std::optional<int> other = other_rank_of(index);
+    // Buffers are summed over a stage's two ranks also where it has no parameters.
+    if (other) shared_.copy_peers[setup_.rank][*other] = shared_.copy_peers[*other][setup_.rank] = true;
+    if (groups * setup_.options.replicas.size() == 1 && !other) continue;
     buffers[index] = local.function->written_state();
     local.buffers = std::make_unique<GroupBuffers>(buffers[index], groups, setup_.schedule.num_microbatches);
   }
@@ -184,7 +187,6 @@ std::vector<std::pair<int, at::Tensor*>> StepRunner::buffers_with(int peer, std:
 // Sums the gradients of shared parameters over their copies, and `buffers` over the two ranks of a stage: whole numbers
 // are those of the first microbatches.
 void StepRunner::sum_copies(const RunPlan& plan, std::map<int, Tensors>& buffers) {
-  if (shared_.groups.empty()) return;
   std::map<std::pair<int, const ParameterCopy*>, Tensors> foreign;
   for (size_t i = 0; i < plan.messages.sends.size(); i++) {
     const auto& m = plan.messages.sends[i];

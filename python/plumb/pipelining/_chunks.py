@@ -152,6 +152,10 @@ class EngineStage:
             )
         return found
 
+    def written_state(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns the buffers and parameters that forwards write, as far as they are known."""
+        return self._stage.written_state()
+
     def _has_places(self, names: dict[int, str], own: list[str]) -> bool:
         """Returns whether the engine knows places among parameters of these names: `names` are those of all stages, by id."""
         others = {names[id(p)] for other in self._stages if other is not self._stage for _, p in other.named_parameters()}
@@ -215,6 +219,10 @@ class ChunkSteps:
     def graph_alone(self) -> Any:
         """Returns the `_C.GraphStage` that is this stage's whole forward now; None if Python has a part in it."""
         return None
+
+    def written_state(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns the buffers and parameters that this stage's graph writes; nothing if Python has no graph of it."""
+        return []
 
     def _run_function(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
         call, step = self._calls.get(microbatch), self._step

@@ -3,6 +3,7 @@ gradients are reduced once a step."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import OrderedDict
@@ -434,6 +435,11 @@ class _PipelineStage(_PipelineStageBase):
         whole = type(self) is _PipelineStage and type(self.submod) is StageModule
         whole = whole and not self._runtime_validate and not self._forward_contexts
         return self.submod.graph_alone() if whole and not _METHODS & self.__dict__.keys() else None
+
+    def written_state(self) -> list[tuple[str, torch.Tensor]]:
+        with contextlib.suppress(Exception):  # which the forward raises in its place
+            return self.submod._stage_now().written_state() if type(self.submod) is StageModule else []
+        return []
 
     def run_values(self, values: list, sizes: Sizes) -> Any:
         """Returns the module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
