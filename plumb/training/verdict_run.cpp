@@ -43,7 +43,9 @@ Verdict::Parts VerdictRun::losses(const Parts& parts) const {
     if (parts.counts[i] == 0) continue;
     all.push_back([this, &parts, i, total](GraphModule& graph) {
       std::vector<c10::IValue> inputs;
-      for (const at::Tensor& input : parts.inputs[i]) inputs.emplace_back(input.to(device_));
+      // The stage takes only those inputs of the model that it uses.
+      for (const StageInputPort& port : job_.pipe->table().stages[0].inputs)
+        inputs.emplace_back(parts.inputs[i].at(port.source.index).to(device_));
       Tensors outputs;
       for (const c10::IValue& out : graph.run(std::move(inputs)))
         outputs.push_back(out.isTensor() ? out.toTensor() : at::Tensor());

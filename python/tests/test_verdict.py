@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,20 @@ def test_a_verdict_from_a_training_changes_no_bit_of_it(net, tmp_path):
     assert event["at_step"] == 4 and event["verdict"]["batches"] == 4
     assert json.dumps(event["verdict"]) and (tmp_path / "v.toml").read_text() == event["verdict"]["file"]
     assert event["verdict"]["conclusion"].split(":")[0] in (tmp_path / "v.html").read_text()
+
+
+class WithUnusedInput(Net):
+    def forward(self, unused, x):
+        return super().forward(x)
+
+
+def test_a_training_says_its_verdict_on_a_model_that_leaves_an_input_unused():
+    net = WithUnusedInput()
+    data = [((torch.zeros(64, 1), x), y) for x, y in batches(4)]
+    events = SimpleNamespace(on_event=lambda event: found.append(event))
+    found = []
+    plumb.Trainer(plumb.capture(net, *data[0][0]), data, hooks=events, steps=4, verdict=["fp8"], threads=1).run()
+    assert [event["verdict"]["batches"] for event in found if "verdict" in event] == [4]
 
 
 def test_random_numbers_of_the_loss_are_the_same_in_every_gradient(net):
