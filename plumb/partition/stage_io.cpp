@@ -225,6 +225,9 @@ std::string PipeTable::text() const {
     out += str(" -> ", stages[s].outputs.size());
     for (size_t i = 0; wire && i < stages[s].outputs.size(); ++i)
       if (!stages[s].outputs[i].as_it_is.empty()) out += str(" ", i, " as it is");
+    // Between equal layers only the names of these values tell where a rank has cut.
+    for (const StageOutputPort& port : stages[s].outputs)
+      if (!port.consumers.empty()) out += " " + port.name;
     out += "\n";
   }
   if (wire) out += "wire: " + wire.fwd + " " + wire.bwd + "\n";

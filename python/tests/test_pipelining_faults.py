@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 from pipelines import MSE, batch, blocks
-from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, SplitPoint, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
 
@@ -81,6 +81,9 @@ def disagreeing(rank, size, what):
         module = blocks(1, seed=rank)[0]
         stage = PipelineStage(module, rank, count, "cpu", tied={"up.weight": "w"})
         schedule = Schedule1F1B(stage, 4, MSE)
+    elif what == "cuts":  # one rank's stages end in layer 1, the other's begin in layer 2
+        pipe = pipeline(nn.Sequential(*blocks(3)), (x[:3],), split_spec={str(1 + rank): SplitPoint.BEGINNING})
+        schedule = Schedule1F1B(pipe.build_stage(rank, torch.device("cpu")), 4, MSE)
     else:  # the second stage takes other sizes than the first gives
         stage = PipelineStage(nn.Linear(8, 8) if rank == 0 else nn.Linear(5, 8), rank, count, "cpu")
         schedule = Schedule1F1B(stage, 4, MSE)
@@ -92,6 +95,7 @@ def disagreeing(rank, size, what):
     [
         ("schedule", "different layouts or schedules"),
         ("microbatches", "different layouts or schedules"),
+        ("cuts", "different layouts or schedules"),
         ("stages", "runs stage"),
         ("tied", "copies of one parameter hold different values"),
         ("sizes", "cannot be multiplied"),
