@@ -48,6 +48,33 @@ def test_weights_that_a_forward_writes_are_the_same_in_every_layout(tmp_path):
         assert plumb.diff(weights["one"], weights[name]).equal, name
 
 
+class Counting(nn.Module):
+    """Its forward changes what the next one computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("gain", torch.ones(4))
+
+    def forward(self, x):
+        y = self.linear(x) * self.gain.clone()
+        self.gain.mul_(1.1)
+        return y
+
+
+def test_an_evaluation_of_a_model_that_counts_its_forwards_is_the_same_in_every_layout(tmp_path):
+    torch.manual_seed(0)
+    plumb.save_pt2(plumb.capture(Counting(), torch.randn(2, 4)), tmp_path / "net.pt2")
+    for name in ("x.pt", "y.pt"):
+        torch.save(torch.randn(16, 4), tmp_path / name)
+    words = "train net.pt2 --data x.pt --targets y.pt --eval-data x.pt --eval-targets y.pt --loss mse --threads 1 --steps 3 --json"
+    found = []
+    for layout in (["--microbatches", "4"], ["--microbatches", "2", "--data-parallel", "2"]):
+        told = layout_runs.run([*words.split(), "--gradient-groups", "2", *layout], tmp_path)
+        found.append([event["eval_loss"] for event in told if "eval_loss" in event])
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()

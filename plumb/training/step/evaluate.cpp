@@ -3,11 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <numeric>
+#include <set>
 
-#include "plumb/graph/module_state_guard.h"
-#include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/step/loss.h"
@@ -30,6 +31,23 @@ void stop_training(Graph& graph) {
   }
 }
 
+// Gives every run copies of the state that it writes: batch norm counts its calls, an embedding may shorten its rows.
+void write_to_copies(Graph& graph, const State& state) {
+  std::set<std::string> written;
+  for (const Attr* attr : written_state(graph, state)) written.insert(attr->name);
+  std::map<const c10::TensorImpl*, Value*> copies;
+  for (Node* node : graph.nodes()) {
+    if (node->kind() != NodeKind::GetAttr || !written.contains(node->target())) continue;
+    Value*& copy = copies[state.get(node->target()).tensor.unsafeGetTensorImpl()];
+    if (copy == nullptr) {
+      const auto behind = graph.inserting_after(node);
+      copy = graph.call("aten::clone", {node->result()})->result();
+      copy->set_meta(node->result()->meta());
+    }
+    graph.replace_all_uses_with(node->result(), copy, copy->producer());
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module) {
@@ -41,6 +59,7 @@ std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module) {
   }
   Graph graph = module.graph().clone();
   stop_training(graph);
+  write_to_copies(graph, module.state());
   return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
 }
 
@@ -58,7 +77,6 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
         "more held-out data");
   }
   auto stages = make_stages(options, job, groups.pipeline.rank(), evaluation_graph);
-  for (const auto& [index, stage] : stages) modules_.push_back(std::static_pointer_cast<GraphStage>(stage)->module());
   PipelineOptions of_run = job.pipeline;
   of_run.record_timeline = false;
   of_run.progress = {};
@@ -86,12 +104,6 @@ Batch Evaluator::unit(int64_t number) const {
 }
 
 Evaluation Evaluator::run() {
-  // Batch norm counts its calls, an embedding may shorten its rows: what this rank's stages write is put back.
-  std::vector<std::unique_ptr<ModuleStateGuard>> guards;
-  for (const auto& module : modules_) {
-    guards.push_back(std::make_unique<ModuleStateGuard>(module->state(), std::vector<c10::IValue>()));
-    guards.back()->keep_written(module->graph(), module->state());
-  }
   const auto together = static_cast<int64_t>(job_.schedule.num_microbatches);
   const int64_t calls = (units_ + together - 1) / together;
   const int last = job_.schedule.placement.rank_of(job_.schedule.num_stages() - 1, 0);

@@ -9,8 +9,8 @@
 namespace plumb {
 
 // Returns a copy of the graph in which dropout and the like draw nothing and batch norm takes its running statistics;
-// the tensors are those of `module`. torch's module.eval(), for a graph. Throws Error(InvalidState) for a graph that
-// was made in training mode of a forward that takes another path in evaluation.
+// the tensors are those of `module`, and a run writes to none of them. torch's module.eval(), for a graph. Throws
+// Error(InvalidState) for a graph that was made in training mode of a forward that takes another path in evaluation.
 std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module);
 
 struct Evaluation {
@@ -38,7 +38,6 @@ class Evaluator {
   Samples& samples_;
   ProcessGroup world_;
   ReplicatedGroups groups_;
-  std::vector<std::shared_ptr<GraphModule>> modules_;  // graph modules of this rank's stages
   std::unique_ptr<Pipeline> pipeline_;
   int64_t rows_ = 0, units_ = 0;  // rows of a microbatch, microbatches
 };
