@@ -231,10 +231,11 @@ void StageRunner::finish_model(int m, Slot& slot, bool hooked) {
       loss = outputs[setup.options.loss_output];
     }
     if (!loss.defined() && hooked) return;  // a hook may go back from a loss that it alone knows
-    if (!loss.defined() || loss.numel() != 1 || (training && !loss.requires_grad())) {
+    const bool one = loss.defined() && loss.numel() == 1 && !loss.is_complex();
+    if (!one || (training && !loss.requires_grad())) {
       throw Error(ErrorKind::TensorMismatch,
                   str("the loss of microbatch ", m, " is ", describe(loss),
-                      loss.defined() && loss.numel() == 1 ? " and requires no gradient" : ", not one number"),
+                      one ? " and requires no gradient" : ", not one number"),
                   "", "give PipelineOptions::loss, or a model whose output loss_output is its loss");
     }
     if (setup.options.check_numerics) check_finite(loss, [&] { return str("the loss of microbatch ", m); });

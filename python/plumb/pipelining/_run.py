@@ -205,11 +205,11 @@ class _Step:
             ) from error
         if not isinstance(loss, torch.Tensor):
             raise Error(f"the loss function returned a {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1:
+        if loss.numel() != 1 or loss.is_complex():
             raise Error(
-                f"the loss function returned a tensor of shape {list(loss.shape)}, not one number",
+                f"the loss function returned a {loss.dtype} tensor of shape {list(loss.shape)}, not one number",
                 kind=ErrorKind.StructureMismatch,
-                remedy='one number a microbatch: loss.mean(), or reduction="mean"',
+                remedy='one real number a microbatch: loss.mean(), reduction="mean", loss.abs() of a complex one',
             )
         if self.train and not loss.requires_grad:
             raise Error(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ._utils import InvalidSchedule, InvalidValue, is_of
+from ._utils import InvalidSchedule, InvalidType, InvalidValue, is_of
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
@@ -100,6 +100,11 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
     if tensor.shape[dim] < num_chunks:
         raise InvalidSchedule(
             f"a tensor of sizes {list(tensor.shape)} cannot be cut into {num_chunks} microbatches along dimension {dim}"
+        )
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise InvalidType(
+            f"a tensor of layout {tensor.layout} cannot be cut into microbatches",
+            remedy="tensor.to_dense(), or parts cut by yourself as arg_mbs, kwarg_mbs and target_mbs",
         )
     if _is_distributed(tensor):
         # Every rank cuts what it holds: no communication, and the placements stay.
