@@ -74,6 +74,12 @@ def test_a_loss_that_is_no_number_is_said():
     refused(lambda: schedule.step(torch.ones(4, 8), target=torch.ones(4, 4)), "shape [2, 4], not one number", "mean")
 
 
+def test_a_training_of_nothing_but_frozen_parameters_is_said():
+    graph = plumb.capture(mlp().requires_grad_(False), torch.ones(2, 8))
+    trainer = plumb.Trainer(graph, [(torch.ones(2, 8), torch.ones(2, 4))], loss="mse", steps=1)
+    refused(trainer.run, "requires no gradient", "parameters that require gradients")
+
+
 def test_a_loss_without_a_target_stays_possible():
     losses = []
     interleaved(lambda output, target: output.sum()).step(torch.ones(4, 8), losses=losses)

@@ -236,7 +236,9 @@ void StageRunner::finish_model(int m, Slot& slot, bool hooked) {
       throw Error(ErrorKind::TensorMismatch,
                   str("the loss of microbatch ", m, " is ", describe(loss),
                       one ? " and requires no gradient" : ", not one number"),
-                  "", "give PipelineOptions::loss, or a model whose output loss_output is its loss");
+                  "",
+                  one ? "train parameters that require gradients, outside of torch.no_grad() and inference_mode()"
+                      : "give PipelineOptions::loss, or a model whose output loss_output is its loss");
     }
     if (setup.options.check_numerics) check_finite(loss, [&] { return str("the loss of microbatch ", m); });
     batch.losses[m] = loss.detach();
