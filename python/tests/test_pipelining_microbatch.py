@@ -102,6 +102,11 @@ def test_block_masks_are_cut_along_the_batch():
             assert torch.equal(torch.as_tensor(a.mask_mod(*at)), torch.as_tensor(b.mask_mod(*at)))
 
 
+def test_a_sparse_tensor_is_refused_with_what_to_do():
+    with pytest.raises(TypeError, match="layout torch.sparse_coo cannot be cut into microbatches\n  try: tensor.to_dense"):
+        split_args_kwargs_into_chunks((torch.eye(4).to_sparse(),), None, 2)
+
+
 def test_distributed_tensors_are_cut_where_they_are(tmp_path):
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
