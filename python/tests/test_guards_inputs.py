@@ -157,6 +157,28 @@ def test_a_forward_that_writes_into_its_input_is_refused(write, given, name):
     assert not value if given is not Options else value.scale == 2.0
 
 
+class Adds(nn.Module):
+    def forward(self, a, b):
+        return (a.add_(1) * 2 + b) if a is b else a - b
+
+
+def test_inputs_that_are_one_tensor_are_one_to_the_forward():
+    torch.manual_seed(0)
+    attention, x, y = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    tracked = track_scales(attention)
+    for given in ((x, x, x), (x, y, y), (x, y, x), (x, x, y), (x, x, x)):
+        found = []
+        for module in (attention, tracked):
+            leaves = {id(t): t.clone().requires_grad_() for t in given}
+            out, _ = module(*[leaves[id(t)] for t in given])
+            out.square().sum().backward()
+            found.append([out, *[t.grad for t in leaves.values()]])
+        assert all(map(torch.equal, *found))
+    adds, one = track_scales(Adds()), torch.ones(3)
+    assert torch.equal(adds(one, one), torch.full((3,), 6.0)) and torch.equal(one, torch.full((3,), 2.0))
+    assert torch.equal(adds(one, one.clone()), torch.zeros(3))
+
+
 def test_an_iterator_is_refused_by_name():
     with pytest.raises(plumb.Error, match="reads the iterator 'kept'"):
         track_scales(Reads(lambda m, x: x * next(m.kept), kept=iter([1.0, 2.0, 3.0])))(X)
