@@ -225,9 +225,7 @@ def judge(model: str, scaled: bool, rate: float, batch: int, data) -> dict[str, 
     """Returns [backward error, drift, forward error, class] of each run with this rate and batch."""
     runs = {run: f"{fwd}/{bwd}" for run, (of_scaled, fwd, bwd) in RUNS.items() if fwd and of_scaled == scaled}
     found = verdict_on(model, scaled, rate, batch, data, list(runs.values()), explain=False)
-    return {
-        run: [found.recipes[name][what] for what in FOUND] for run, name in runs.items()
-    }
+    return {run: [found.recipes[name][what] for what in FOUND] for run, name in runs.items()}
 
 
 def remedies(data) -> str:

@@ -33,10 +33,11 @@ class Verdict:
         """The recommended recipe as a file's text, for ``simulate_format(recipe=...)``, ``use_fp8(recipe=...)`` and
         ``plumb train --formats``."""
         self.recipes: dict[str, dict[str, Any]] = {one["recipe"]: one for one in found["recipes"]}
-        """By name: ``backward``, ``forward`` (errors of the gradient; None if it is not finite), ``drift`` (the part of the backward's
-        that moves all rows of a weight alike, where no step moves them back), ``score``, ``verdict`` (``"ok"``, ``"doubtful"``, ``"no"``), ``sentence``, ``products`` (``product``, ``direction``, ``gain``, the largest
-        gain first), ``last`` and ``remedied`` (the errors of the last batch without and with the remedy) and ``file`` (the
-        remedy as a recipe)."""
+        """By name: ``backward``, ``forward`` (errors of the gradient; None if it is not finite), ``drift`` (the part of the
+        backward's that moves all rows of a weight alike, where no step moves them back), ``score``, ``verdict`` (``"ok"``,
+        ``"doubtful"``, ``"no"``), ``sentence``, ``products`` (``product``, ``direction``, ``gain``, the largest gain first),
+        ``last`` and ``remedied`` (the errors of the last batch without and with the remedy) and ``file`` (the remedy as a
+        recipe)."""
         self.gradients: int = found["gradients"]
         """The number of gradients that were computed, in full precision and rounded."""
 
@@ -82,8 +83,8 @@ def verdict(
         ``"nvfp4"``, ``"mxfp4"``, any other format, ``"e4m3fn-SR/none"`` forward and backward) and recipe files (``NAME.toml``).
         None: those named here.
     steps: as many are measured, half of them behind `warmup` steps of the training.
-    optimizer: makes the optimizer of the copy's parameters, ``lambda p: torch.optim.AdamW(p, lr=3e-4)``, or an object of your own
-        with ``step()`` and ``zero_grad()``, which may hold a schedule of the rate as well; None: AdamW as it comes.
+    optimizer: makes the optimizer of the copy's parameters, ``lambda p: torch.optim.AdamW(p, lr=3e-4)``, or an object of
+        your own with ``step()`` and ``zero_grad()``, which may hold a schedule of the rate as well; None: AdamW as it comes.
     explain: look for what mends a recipe that is not ok: a loss scale, unit scaling, products in a wider format.
 
     A forecast of the loss is not made: the classes *ok*, *doubtful* and *no* are what a few gradients can tell. Raises

@@ -28,12 +28,24 @@ def test_a_run_goes_on_in_another_layout_with_the_bits_of_one_that_nobody_killed
     assert layout_runs.differing_bits(other, wanted[1]) > 0 and layout_runs.differing_bits({}, losses) >= 8
 
 
+def write_net(net, given, rows, folder):
+    """Writes net.pt2, and what it is trained on: x.pt and y.pt."""
+    plumb.save_pt2(plumb.capture(net, given), folder / "net.pt2")
+    for name in ("x.pt", "y.pt"):
+        torch.save(rows(), folder / name)
+
+
+def audits(folder):
+    """Returns what an audit of every step of two stages finds."""
+    words = "train net.pt2 --data x.pt --targets y.pt --loss mse --threads 1 --steps 8 --microbatches 2 --json --stages 2"
+    told = layout_runs.run([*words.split(), "--audit", "--audit-every", "1", "--max-restarts", "8"], folder)
+    return [event for event in told if "audit" in event]
+
+
 def test_weights_that_a_forward_writes_are_the_same_in_every_layout(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 16))
-    plumb.save_pt2(plumb.capture(net, torch.zeros(4, 3, dtype=torch.long)), tmp_path / "net.pt2")
-    for name in ("x.pt", "y.pt"):
-        torch.save(torch.randint(16, (64, 3)), tmp_path / name)
+    write_net(net, torch.zeros(4, 3, dtype=torch.long), lambda: torch.randint(16, (64, 3)), tmp_path)
     layouts = {
         "one": ["--microbatches", "4"],
         "replicas": ["--microbatches", "2", "--data-parallel", "2"],
@@ -64,9 +76,7 @@ class Counting(nn.Module):
 
 def test_an_evaluation_of_a_model_that_counts_its_forwards_is_the_same_in_every_layout(tmp_path):
     torch.manual_seed(0)
-    plumb.save_pt2(plumb.capture(Counting(), torch.randn(2, 4)), tmp_path / "net.pt2")
-    for name in ("x.pt", "y.pt"):
-        torch.save(torch.randn(16, 4), tmp_path / name)
+    write_net(Counting(), torch.randn(2, 4), lambda: torch.randn(16, 4), tmp_path)
     words = "train net.pt2 --data x.pt --targets y.pt --eval-data x.pt --eval-targets y.pt --loss mse --threads 1 --steps 3 --json"
     found = []
     for layout in (["--microbatches", "4"], ["--microbatches", "2", "--data-parallel", "2"]):
@@ -90,12 +100,8 @@ class Complex(nn.Module):
 
 def test_an_audit_finds_nothing_in_a_sound_run_whose_stages_hand_on_complex_values(tmp_path):
     torch.manual_seed(0)
-    plumb.save_pt2(plumb.capture(Complex(), torch.randn(4, 4)), tmp_path / "net.pt2")
-    for name in ("x.pt", "y.pt"):
-        torch.save(torch.randn(16, 4), tmp_path / name)
-    words = "train net.pt2 --data x.pt --targets y.pt --loss mse --threads 1 --steps 8 --microbatches 2 --json --stages 2"
-    told = layout_runs.run([*words.split(), "--audit", "--audit-every", "1", "--max-restarts", "8"], tmp_path)
-    assert not [event for event in told if "audit" in event]
+    write_net(Complex(), torch.randn(4, 4), lambda: torch.randn(16, 4), tmp_path)
+    assert not audits(tmp_path)
 
 
 def test_an_audit_finds_nothing_in_a_sound_run_whose_weights_lie_in_columns(tmp_path):
@@ -103,9 +109,5 @@ def test_an_audit_finds_nothing_in_a_sound_run_whose_weights_lie_in_columns(tmp_
     net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
     for layer in net[::2]:
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    plumb.save_pt2(plumb.capture(net, torch.randn(4, 5)), tmp_path / "net.pt2")
-    for name in ("x.pt", "y.pt"):
-        torch.save(torch.randn(16, 5), tmp_path / name)
-    words = "train net.pt2 --data x.pt --targets y.pt --loss mse --threads 1 --steps 8 --microbatches 2 --json --stages 2"
-    told = layout_runs.run([*words.split(), "--audit", "--audit-every", "1", "--max-restarts", "8"], tmp_path)
-    assert not [event for event in told if "audit" in event]
+    write_net(net, torch.randn(4, 5), lambda: torch.randn(16, 5), tmp_path)
+    assert not audits(tmp_path)

@@ -121,7 +121,7 @@ class Simulator {
       auto& entry = report_.add(ReportKind::Replaced, node, node->target(), "aten::linear");
       const auto linears = take_apart(module_, node);
       entry.reason = "taken apart into steps: " + std::to_string(linears.size()) + " linear layers";
-      for (const Node* linear : linears) taken_apart_.insert(linear);
+      for (const Node* linear : linears) taken_apart_.insert(linear), data_.insert(linear);
       changed = true;
     }
     return changed;
@@ -136,8 +136,7 @@ class Simulator {
     if (node->target().ends_with(".out")) return "it writes into a given tensor";
     if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
     if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
-    if (!data_.contains(node) && !taken_apart_.contains(node))
-      return "it makes a table: no floating-point input and no parameter flows into it";
+    if (!data_.contains(node)) return "it makes a table: no floating-point input and no parameter flows into it";
     return std::nullopt;
   }
 

@@ -82,6 +82,12 @@ double common_norm(const at::Tensor& gradient) {
   return norm_of({gradient.sum(0)}) / std::sqrt(static_cast<double>(gradient.size(0)));
 }
 
+// Returns whether the rows of a weight's gradient sum to zero, but for rounding.
+bool sums_to_zero(const at::Tensor& gradient) {
+  return gradient.defined() && !gradient.is_sparse() && gradient.dim() > 1 && gradient.size(0) > 1 &&
+         common_norm(gradient) < kZeroSum * norm_of({gradient});
+}
+
 // Each once, in the state's order.
 std::vector<at::Tensor> trained(const GraphModule& module) {
   std::vector<at::Tensor> all;
@@ -159,11 +165,8 @@ class MeasuredBatch {
   Gradient full_gradient(const GraphModule& module) {
     Gradient full{gradient(*derive(module))};
     full.norm = norm_of(full.tensors);
-    for (size_t i = 0; i < full.tensors.size(); ++i) {
-      const at::Tensor& g = full.tensors[i];
-      if (g.defined() && !g.is_sparse() && g.dim() > 1 && g.size(0) > 1 && common_norm(g) < kZeroSum * norm_of({g}))
-        full.zero_sums.push_back(i);
-    }
+    for (size_t i = 0; i < full.tensors.size(); ++i)
+      if (sums_to_zero(full.tensors[i])) full.zero_sums.push_back(i);
     ++report_.full_gradients;
     if (full.norm > 0 && std::isfinite(full.norm)) return full;
     throw Error(ErrorKind::Numerics,

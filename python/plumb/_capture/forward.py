@@ -132,7 +132,7 @@ class _Forward:
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
         self.classes = [overriding_class(x) for x in self.leaves]
-        self.firsts = list(range(len(self.leaves))) if self.one_graph else first_places(self.leaves)
+        self.repeats = () if self.one_graph else repeats(self.leaves)
         self.plain_inputs = [x for x in self.leaves if not isinstance(x, Tensor)]
         self.in_spec = _spec_json(self.spec, len(self.leaves))
         self.input_names = _input_names(self.run, args, kwargs)
@@ -153,7 +153,8 @@ class _Forward:
             change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         given = [g if cls is None else g.as_subclass(cls) for g, cls in zip(given, self.classes)]
-        args, kwargs = unflatten([given[i] for i in self.firsts], self.spec)
+        given = [given[i] for i in self.repeats] or given
+        args, kwargs = unflatten(given, self.spec)
         tables = input_tables(args, kwargs)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
         if name := written_input(tables):
@@ -364,24 +365,26 @@ def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: An
     return path_in_any_mode(engine) == path_in_any_mode(other) and all(map(torch.equal, *constants))
 
 
-def first_places(leaves: Sequence[Any]) -> list[int]:
-    """Returns for each input where its tensor comes first: ``self.attention(x, x, x)`` may ask whether its inputs are one."""
+def repeats(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Returns for each input where its tensor comes first, nothing if each comes once: ``attention(x, x, x)`` may ask whether its
+    inputs are one."""
+    if len(leaves) < 2 or len(set(map(id, leaves))) == len(leaves):
+        return ()
     first: dict[int, int] = {}
-    return [first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves)]
+    places = tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves))
+    return places if places != tuple(range(len(leaves))) else ()
 
 
 def signature(leaves: Sequence[Any]) -> tuple:
     """The facts about inputs that a graph is specialized to. A forward may ask for a layout, and an operator refuse it."""
-    ids = [id(x) for x in leaves if isinstance(x, Tensor)]
-    firsts = tuple(first_places(leaves)) if len(set(ids)) < len(ids) else ()
     try:
-        return firsts, *[
+        return repeats(leaves), *[
             (overriding_class(x), x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride())
             if isinstance(x, Tensor) else hashed(x)
             for x in leaves
         ]
     except RuntimeError:  # sparse and nested tensors have no strides, nested ones no sizes
-        return firsts, *[
+        return repeats(leaves), *[
             (x.dtype, None if x.is_nested else x.shape, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else hashed(x)
             for x in leaves
         ]
