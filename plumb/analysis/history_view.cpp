@@ -7,6 +7,7 @@
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/names.h"
 #include "plumb/recording/history_format.h"
 
@@ -152,8 +153,7 @@ History history_of(const ScalesGraph& graph, int64_t step) {
     if (node.kind == NodeKind::Placeholder) tensor.operation = "input";
     if (node.kind == NodeKind::GetAttr) {
       tensor.name = node.target;
-      const size_t dot = tensor.name.rfind('.');
-      tensor.module = dot == std::string::npos ? "" : tensor.name.substr(0, dot);
+      tensor.module = parent_of(tensor.name);
       tensor.operation = node.is_parameter ? "parameter" : "buffer";
     } else if (!node.module.empty()) {
       tensor.name = node.module + "." + node.name;
@@ -278,11 +278,8 @@ Table layer_table(const HistoryView& view, int64_t step, size_t most) {
 std::string layer_of(const std::string& module) {
   for (size_t at = 0; at < module.size();) {
     const size_t end = std::min(module.find('.', at), module.size());
-    if (end > at &&
-        std::all_of(module.begin() + static_cast<std::ptrdiff_t>(at), module.begin() + static_cast<std::ptrdiff_t>(end),
-                    [](char c) { return c >= '0' && c <= '9'; })) {
-      return module.substr(0, end);
-    }
+    const bool is_number = module.substr(at, end - at).find_first_not_of("0123456789") == std::string::npos;
+    if (end > at && is_number) return module.substr(0, end);
     at = end + 1;
   }
   return module;

@@ -12,6 +12,7 @@
 
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
 
@@ -23,11 +24,6 @@ namespace {
 using ModuleTypes = std::map<std::string, std::string>;  // class names by path, "" for the root
 
 using Path = std::optional<std::string>;
-
-std::string parent_of(const std::string& path) {
-  const size_t dot = path.rfind('.');
-  return dot == std::string::npos ? "" : path.substr(0, dot);
-}
 
 // Returns the innermost module around both; "" is the root.
 std::string around(std::string a, std::string b) {

@@ -19,6 +19,9 @@ std::string printable(std::string_view text);
 // text for each star.
 bool matches_pattern(std::string_view pattern, std::string_view text);
 
+// Returns the module of a name: "layers.0" of "layers.0.weight", "" of "weight".
+std::string parent_of(const std::string& name);
+
 // Splits at commas: "a,b" is a and b.
 std::vector<std::string> split_commas(const std::string& text);
 

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <ranges>
 #include <set>
 #include <tuple>
 
-#include "plumb/core/error.h"
+#include "plumb/core/prefixed.h"
+#include "plumb/core/text.h"
 #include "plumb/numerics/hash.h"
 
 namespace plumb {
@@ -111,10 +113,6 @@ bool same_places(const std::vector<Hash>& a, const std::vector<Hash>& b) {
   return std::ranges::equal(a, b, {}, place, place);
 }
 
-bool same_keys(const Parts& a, const Parts& b) {
-  return std::ranges::equal(a, b, {}, [](const auto& e) { return e.first; }, [](const auto& e) { return e.first; });
-}
-
 // The whole batch's hash from those of its parts; nothing if ranks differ.
 struct Whole {
   int64_t words = 0;
@@ -141,7 +139,7 @@ class StepDiff {
   void compare(const Line& line, const Parts& a, const Parts& b) {
     const HistoryTensor& tensor = report_.tensors[line.tensor].tensor;
     Difference place{line.tensor, kind_of(tensor, line.backward), step_};
-    if (same_keys(a, b)) {
+    if (std::ranges::equal(a | std::views::keys, b | std::views::keys)) {
       int64_t microbatch = 0;
       for (const auto& [rows, hashes] : a) {
         const std::vector<Hash>& others = b.at(rows);
@@ -468,20 +466,11 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
       report.only_a.push_back(name);
       continue;
     }
-    TensorDistance distance;
-    try {
-      distance = distance_between(tensor, other->second);
-    } catch (const Error& e) {
-      throw Error(e.kind(), name + ": " + e.message(), "", e.remedy());
-    }
-    const size_t dot = name.rfind('.');
-    DiffTensor line{
-        {name, dot == name.npos ? "" : name.substr(0, dot), "state", c10::str(tensor.dtype()), tensor.sizes().vec()}};
-    line.distance = distance;
-    Difference place{report.tensors.size(), DiffKind::Value};
-    place.distance = line.distance;
-    compared.push_back({place, line.distance->differing > 0 || !line.distance->types.empty()});
-    report.tensors.push_back(std::move(line));
+    const TensorDistance distance = prefixed(name + ": ", [&] { return distance_between(tensor, other->second); });
+    Difference place{.tensor = report.tensors.size(), .distance = distance};
+    compared.push_back({place, distance.differing > 0 || !distance.types.empty()});
+    report.tensors.push_back({{name, parent_of(name), "state", c10::str(tensor.dtype()), tensor.sizes().vec()}});
+    report.tensors.back().distance = distance;
   }
   for (const auto& [name, tensor] : b)
     if (!seen.contains(name)) report.only_b.push_back(name);

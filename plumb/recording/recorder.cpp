@@ -47,8 +47,7 @@ HistoryTensor describe(const Value* value, const State& state) {
   if (node->kind() == NodeKind::GetAttr) {
     const Attr* attr = state.find(node->target());
     out.name = node->target();
-    const size_t dot = out.name.rfind('.');
-    out.module = dot == std::string::npos ? "" : out.name.substr(0, dot);
+    out.module = parent_of(out.name);
     out.operation = attr && attr->kind == AttrKind::Parameter ? "parameter" : "buffer";
     if (attr && attr->tensor.defined()) out.sizes = attr->tensor.sizes().vec();
   } else {

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "plumb/core/error.h"
+#include "plumb/core/prefixed.h"
 #include "plumb/graph/meta.h"
 
 namespace plumb {
@@ -27,17 +27,6 @@ auto used_by(const std::string& option, const Function& use, const std::string& 
     return use();
   } catch (const Error& e) {
     throw UsageError(option + ": " + e.message(), e.remedy().empty() ? fix : e.remedy());
-  }
-}
-
-// Runs `run`; its errors begin with `prefix` then ("--at: "). Without a prefix they stay what they are.
-template <class Function>
-auto prefixed(const std::string& prefix, const Function& run) {
-  try {
-    return run();
-  } catch (const Error& e) {
-    if (prefix.empty()) throw;
-    throw Error(e.kind(), prefix + e.message(), e.where(), e.remedy());
   }
 }
 

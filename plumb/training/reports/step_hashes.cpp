@@ -47,10 +47,7 @@ void StepHashes::begin_step(int64_t step) {
 }
 
 void StepHashes::add(const std::string& name, const char* kind, const at::Tensor& tensor) {
-  HistoryTensor described{.name = name, .operation = kind};
-  const size_t dot = name.rfind('.');
-  if (dot != std::string::npos) described.module = name.substr(0, dot);
-  recorder_.add_hash(std::move(described), tensor);
+  recorder_.add_hash({.name = name, .module = parent_of(name), .operation = kind}, tensor);
 }
 
 void StepHashes::gradients() {

@@ -5,9 +5,9 @@
 #include <map>
 #include <sstream>
 
-#include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
+#include "plumb/core/prefixed.h"
 #include "plumb/core/toml_text.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/numerics/format.h"
@@ -56,11 +56,7 @@ class RecipeReader {
         unknown(key, "fwd, bwd, scales, unit-scaled, loss-scale and [[product]] tables");
       }
     }
-    try {
-      recipe.check();
-    } catch (const Error& e) {
-      throw Error(e.kind(), file_ + ": " + e.message(), "", e.remedy());
-    }
+    prefixed(file_ + ": ", [&] { recipe.check(); });
     return recipe;
   }
 
@@ -100,11 +96,7 @@ class RecipeReader {
   }
   std::string format(const toml::node& node, const toml::key& key) const {
     const std::string name = text(node, key);
-    try {
-      return format_or_none(name);
-    } catch (const Error& e) {
-      throw Error(e.kind(), place(node.source()) + e.message(), "", e.remedy());
-    }
+    return prefixed(place(node.source()), [&] { return format_or_none(name); });
   }
 
   const std::string& file_;
@@ -133,6 +125,10 @@ std::vector<const Node*> products_of(const GraphModule& module) {
     if (is_product(node)) products.push_back(node);
   }
   return products;
+}
+
+bool fits_any(const std::vector<const Node*>& products, const std::string& pattern) {
+  return std::ranges::any_of(products, [&](const Node* node) { return excluded_by(node, {pattern}) != nullptr; });
 }
 
 }  // namespace
@@ -218,11 +214,9 @@ bool is_product(const Node* node) {
 }
 
 void report_unmatched(const GraphModule& module, const std::vector<std::string>& exclude, Report& report) {
-  const auto nodes = module.graph().nodes();
+  const std::vector<const Node*> products = products_of(module);
   for (const std::string& pattern : exclude) {
-    bool found = false;
-    for (const Node* node : nodes) found = found || (is_product(node) && excluded_by(node, {pattern}));
-    if (found) continue;
+    if (fits_any(products, pattern)) continue;
     ReportEntry entry;
     entry.node = pattern;
     entry.reason = "asked to be left alone, and no matrix product has this name";
@@ -283,26 +277,21 @@ FormatRecipe fit_recipe(const GraphModule& module, FormatRecipe recipe) {
   recipe.check();
   std::map<std::string, std::string> numbered;
   std::map<std::string, size_t> count;
-  for (const Node* node : products_of(module)) {
+  const std::vector<const Node*> products = products_of(module);
+  for (const Node* node : products) {
     const std::string path = node->meta().module_path();
     numbered[c10::str(path, "#", ++count[path])] = node->result()->name();
   }
   for (ProductFormats& p : recipe.products) {
     if (const auto value = numbered.find(p.name); value != numbered.end()) p.name = value->second;
   }
-  const auto nodes = module.graph().nodes();
-  if (recipe.unit_scaled) {
-    bool scaled = false;
-    for (const Node* node : nodes) scaled = scaled || (is_product(node) && node->target().starts_with("plumb::"));
-    if (!scaled) {
-      throw Error(ErrorKind::InvalidState, "the recipe is for a unit-scaled model, and this one is not", "",
-                  "unit_scale it first: plumb opt --pass=unit_scale, or another recipe");
-    }
+  const auto is_scaled = [](const Node* node) { return node->target().starts_with("plumb::"); };
+  if (recipe.unit_scaled && std::ranges::none_of(products, is_scaled)) {
+    throw Error(ErrorKind::InvalidState, "the recipe is for a unit-scaled model, and this one is not", "",
+                "unit_scale it first: plumb opt --pass=unit_scale, or another recipe");
   }
   for (const ProductFormats& p : recipe.products) {
-    bool found = false;
-    for (const Node* node : nodes) found = found || (is_product(node) && excluded_by(node, {p.name}));
-    if (!found) {
+    if (!fits_any(products, p.name)) {
       throw Error(ErrorKind::UnknownName, "the recipe names the product '" + p.name + "', and the model has none", "",
                   join(product_names(module)));
     }
