@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "plumb/cli/commands.h"
+#include "plumb/core/join.h"
 #include "plumb/core/text.h"
 #include "plumb/training/usage.h"
 
@@ -50,11 +51,7 @@ std::vector<Choice> options_of(const CLI::App& app) {
   return out;
 }
 
-std::string joined(const std::vector<std::string>& words) {
-  std::string out;
-  for (const std::string& word : words) out += (out.empty() ? "" : " ") + word;
-  return out;
-}
+std::string joined(const std::vector<std::string>& words) { return join(words, {}, " "); }
 
 // In single quotes of bash and zsh; `also` gets a backslash.
 std::string quoted(const std::string& text, const std::string& also = "") {
@@ -103,9 +100,7 @@ std::string nearest_name(const std::string& word, const std::vector<std::string>
 using Apps = std::vector<const CLI::App*>;
 
 std::string names_of(const CLI::App& app) {
-  std::string out;
-  for (const Choice& choice : options_of(app)) out += (out.empty() ? "" : " ") + joined(choice.names);
-  return out;
+  return join(options_of(app), [](const Choice& choice) { return joined(choice.names); }, " ");
 }
 
 std::string bash(const CLI::App& app, const Apps& commands) {

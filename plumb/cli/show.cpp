@@ -6,6 +6,7 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
+#include "plumb/core/join.h"
 #include "plumb/graph/node_kind.h"
 
 namespace plumb::cli {
@@ -16,25 +17,24 @@ struct ShowArguments {
   bool json = false;
 };
 
+std::string shape_of(const Value* value) {
+  return value->is_tensor() ? type_text(value->meta()) : value->type() == ValueType::Int ? "int" : "scalar";
+}
+
 // A node a row: the keys of --json.
 nlohmann::json rows_of(const Graph& graph) {
   auto rows = nlohmann::json::array();
   for (const Node* node : graph.nodes()) {
-    std::string names, shapes, source;
-    for (const Value* v : node->results()) {
-      const std::string shape = v->is_tensor() ? type_text(v->meta()) : v->type() == ValueType::Int ? "int" : "scalar";
-      names += (names.empty() ? "" : ", ") + v->name();
-      shapes += (shapes.empty() ? "" : ", ") + shape;
-    }
+    std::string source;
     if (const auto& at = node->meta().source)
       source = c10::str(at->file.substr(at->file.rfind('/') + 1), ":", at->line);
     std::vector<std::string> inputs;
     for (const Value* v : node->inputs()) inputs.push_back(v->name());
     const bool output = node->kind() == NodeKind::Output;
-    rows.push_back({{"node", output ? "output" : names},
+    rows.push_back({{"node", output ? "output" : join(node->results(), &Value::name)},
                     {"kind", to_string(node->kind())},
                     {"op", output ? "output" : node->target()},
-                    {"shape", shapes},
+                    {"shape", join(node->results(), shape_of)},
                     {"module", node->meta().module_path()},
                     {"source", source},
                     {"inputs", inputs}});

@@ -167,16 +167,13 @@ std::string page(const TrackArguments& o, const ScalesGraph& scales, const Histo
   return report.html();
 }
 
-void track_history(const TrackArguments& o) {
-  if (!o.model.file.empty() || !o.model.inputs.empty()) {
-    throw UsageError("--history: shows what was recorded and takes no FILE and no --input",
-                     "plumb track --history " + o.history.history);
-  }
-  show_history(o.history);
-}
-
 void track(const TrackArguments& o) {
-  if (!o.history.history.empty()) return track_history(o);
+  if (!o.history.history.empty()) {
+    if (!o.model.file.empty() || !o.model.inputs.empty())
+      throw UsageError("--history: shows what was recorded and takes no FILE and no --input",
+                       "plumb track --history " + o.history.history);
+    return show_history(o.history);
+  }
   if (!o.history.compare.empty()) throw UsageError("--compare: there is nothing to compare it with", "--history FILE");
   if (o.model.file.empty())
     throw UsageError("FILE is missing", "plumb track model.pt2 --input x.pt, or --history FILE");

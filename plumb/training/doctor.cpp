@@ -9,7 +9,9 @@
 
 #include "plumb/core/cores.h"
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/str.h"
+#include "plumb/core/table.h"
 #include "plumb/cuda/self_check.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/cpu_kind.h"
@@ -28,9 +30,7 @@ namespace {
 using at::Tensor;
 
 std::string joined_words(const std::vector<std::string>& words, const char* none) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
-  return text.empty() ? none : text;
+  return words.empty() ? none : join(words, {}, " ");
 }
 
 Finding threads() {
@@ -130,16 +130,15 @@ std::vector<Finding> doctor() {
 }
 
 std::string to_text(const std::vector<Finding>& findings) {
-  size_t widest = 0, wrong = 0;
-  for (const Finding& f : findings) widest = std::max(widest, f.topic.size());
-  std::string text;
+  Table table;
+  size_t wrong = 0;
   for (const Finding& f : findings) {
-    text += f.topic + std::string(widest - f.topic.size() + 2, ' ') + f.found + "\n";
+    table.rows.push_back({f.topic, f.found});
     if (f.remedy.empty()) continue;
     ++wrong;
-    text += std::string(widest + 2, ' ') + "try: " + f.remedy + "\n";
+    table.rows.push_back({"", "try: " + f.remedy});
   }
-  return text +
+  return to_text(table) +
          (wrong == 0 ? "Nothing is wrong.\n" : str(wrong, wrong == 1 ? " finding" : " findings", " to look at.\n"));
 }
 
