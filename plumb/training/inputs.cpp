@@ -8,6 +8,7 @@
 #include "plumb/core/join.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/stage_io.h"
+#include "plumb/training/data/samples.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -46,8 +47,7 @@ std::optional<c10::IValue> only_value(const Value& input) {
 bool fits(const TensorMeta& want, const at::Tensor& got, bool any_rows) {
   if (got.scalar_type() != want.dtype || got.dim() != static_cast<int64_t>(want.sizes.size())) return false;
   for (size_t i = any_rows ? 1 : 0; i < want.sizes.size(); ++i) {
-    const bool dynamic = i < want.symbols.size() && !want.symbols[i].empty();
-    if (!dynamic && got.size(static_cast<int64_t>(i)) != want.sizes[i]) return false;
+    if (!is_dynamic(want, i) && got.size(static_cast<int64_t>(i)) != want.sizes[i]) return false;
   }
   return true;
 }

@@ -144,16 +144,10 @@ void name_parameters(const TrainOptions& o, TrainJob& job) {
   }
 }
 
-}  // namespace
-
-std::string history_file(const TrainOptions& o, int rank) {
-  return o.stages > 1 ? c10::str(o.history, ".rank", rank) : o.history;
-}
-
-namespace {
-
-std::string files_to_go_on_with(const std::string& path, int64_t count, int rank, int64_t after) {
+// Returns the path of a rank's own history, of `count` ranks.
+std::string file_of_rank(const std::string& path, int64_t count, int rank, std::optional<int64_t> after) {
   const auto of_rank = [&](int64_t r) { return c10::str(path, ".rank", r); };
+  if (!after) return count > 1 ? of_rank(rank) : path;
   const bool whole = std::filesystem::exists(path), parted = std::filesystem::exists(of_rank(0));
   if (whole && count == 1) return path;  // files of ranks beside it are another run's
   if (rank == 0) {
@@ -165,13 +159,12 @@ std::string files_to_go_on_with(const std::string& path, int64_t count, int rank
 
 }  // namespace
 
-std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
-  return files_to_go_on_with(o.history, o.stages, rank, after);
+std::string history_file(const TrainOptions& o, int rank, std::optional<int64_t> after) {
+  return file_of_rank(o.history, o.stages, rank, after);
 }
 
 std::string hashes_file(const TrainOptions& o, int rank, std::optional<int64_t> after) {
-  if (after) return files_to_go_on_with(o.hashes, o.processes(), rank, *after);
-  return o.processes() > 1 ? c10::str(o.hashes, ".rank", rank) : o.hashes;
+  return file_of_rank(o.hashes, o.processes(), rank, after);
 }
 
 void check_wire(const TrainOptions& o) {

@@ -73,13 +73,11 @@ void save_trained(const TrainOptions& options, const TrainJob& job);
 // Copies the pipe's weights into the program's own tensors, if these are others.
 void take_trained(const TrainJob& job);
 
-// Returns the path of this process's own history: each has one writer.
-std::string history_file(const TrainOptions& options, int rank);
-// As history_file() and history_to_go_on_with(), of --hashes: every process has one, `rank` is that of all.
+// Returns the path of this process's own history: each has one writer. `after`: prepares the history of a run that goes
+// on after this step, perhaps in another layout. Its files stay one history: rank 0 takes the later steps out of files
+// that no rank has any more, and gives the file of one process its rank's name.
+std::string history_file(const TrainOptions& options, int rank, std::optional<int64_t> after = {});
+// As history_file(), of --hashes: every process has one, `rank` is that of all.
 std::string hashes_file(const TrainOptions& options, int rank, std::optional<int64_t> after);
-// Prepares the history of a run that goes on after this step, perhaps in another layout: its files stay one history.
-// Rank 0 takes the later steps out of files that no rank has any more, and gives the file of one process its rank's
-// name.
-std::string history_to_go_on_with(const TrainOptions& options, int rank, int64_t after);
 
 }  // namespace plumb

@@ -1,6 +1,7 @@
 #include "plumb/training/trainer.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/utils.h>
 
 #include <cmath>
@@ -28,18 +29,12 @@ namespace {
 
 using Json = nlohmann::json;
 
-// The number of threads is the caller's again afterwards: while a Trainer is made, and while it runs.
-class ProcessSettings {
- public:
-  explicit ProcessSettings(const TrainOptions& o) : threads_(at::get_num_threads()) {
-    at::set_num_threads(threads_of(o));
-  }
-  ~ProcessSettings() { at::set_num_threads(threads_); }
-  ProcessSettings(const ProcessSettings&) = delete;
-
- private:
-  const int threads_;
-};
+// Sets the number of threads, which is the caller's again afterwards: while a Trainer is made, and while it runs.
+auto with_threads(const TrainOptions& o) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(threads_of(o));
+  return c10::make_scope_exit([before] { at::set_num_threads(before); });
+}
 
 }  // namespace
 
@@ -100,7 +95,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
       session_(session),
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
       job_(*own_job_) {
-  const ProcessSettings settings(o_);
+  const auto threads = with_threads(o_);
   torch::manual_seed(static_cast<uint64_t>(o_.seed));
   const auto prepare = [&] { job_ = prepare_job(o_, std::move(parts), hooks_); };
   if (!session && o_.processes() > 1)
@@ -196,7 +191,7 @@ void Trainer::Run::make_recorder() {
   const int rank = ranks_.rank();
   const auto after = goes_on_after();
   recorder_ = std::make_unique<Recorder>(
-      RecordRules::load(o_.record), after ? history_to_go_on_with(o_, rank, *after) : history_file(o_, rank),
+      RecordRules::load(o_.record), history_file(o_, rank, after),
       RecorderOptions{.append = after.has_value(), .after = after, .part = o_.stages > 1, .ranks = o_.stages});
   for (const auto& [index, stage] : step_->stages()) {
     recorder_->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), o_.stages > 1 ? index : -1);
@@ -306,10 +301,7 @@ void Trainer::Run::run_steps() {
   report_checkpoints();
   if (ranks_.in_first_pipeline()) finish();
   // A rank that has finished could not help one that is lost now.
-  std::vector<int> each;
-  for (int r = 0; r < ranks_.world.size(); ++r) each.push_back(r);
-  std::vector<double> through(each.size());
-  if (session_) share_numbers(ranks_.world, each, through);
+  if (session_) largest_of_all(ranks_.world, 0);
   if (ranks_.is_first() && stopped_by == 0)
     release_spares(ranks_.everyone, ranks_.everyone.size() - ranks_.world.size());
   const bool kept_elsewhere = !o_.save.empty() || !o_.save_hf.empty() || o_.file.empty();
@@ -351,7 +343,7 @@ void Trainer::Run::finish() {
 }
 
 TrainResult Trainer::Run::run() {
-  const ProcessSettings settings(o_);
+  const auto threads = with_threads(o_);
   if (o_.dry_run) {
     if (ranks_.is_first()) reports_->emit(measure_needs(o_, job_));
     return result_;

@@ -194,7 +194,20 @@ void Transport::connect_device() { DirectMessages::connect(state_->group); }
 std::int64_t Transport::grown() const { return state_->grown; }
 std::int64_t Transport::sent() const { return state_->sent; }
 
-std::vector<std::string> Transport::exchange(const std::string& own) {
+at::Tensor text_tensor(const std::string& text) {
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  if (!text.empty()) std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+std::optional<std::string> text_of(const std::vector<MessageValue>& message) {
+  if (message.empty() || !message[0].tensor.defined() || message[0].tensor.scalar_type() != at::kByte)
+    return std::nullopt;
+  const at::Tensor bytes = message[0].tensor.contiguous();
+  return std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+}
+
+std::vector<std::string> Transport::exchange(const std::string& own, const std::string& action) {
   auto& s = *state_;
   s.check_usable();
   const int size = s.group.size();
@@ -208,15 +221,10 @@ std::vector<std::string> Transport::exchange(const std::string& own) {
     plan.receives.push_back({{MessageKind::Exchange, peer, s.group.rank()}, peer});
   }
   begin_step(plan);
-  auto text = at::empty({static_cast<std::int64_t>(own.size())}, at::kByte);
-  if (!own.empty()) std::memcpy(text.data_ptr(), own.data(), own.size());
-  for (size_t i = 0; i < plan.sends.size(); i++) send(static_cast<int>(i), {{text}});
+  for (size_t i = 0; i < plan.sends.size(); i++) send(static_cast<int>(i), {{text_tensor(own)}});
   const AgreedValues a_text{{{AgreedValue::Comes::Always, at::kByte, std::nullopt}}};
-  for (size_t i = 0; i < plan.receives.size(); i++) {
-    const auto values = receive(static_cast<int>(i), "the start", a_text).values;
-    texts[plan.receives[i].peer].assign(static_cast<const char*>(values[0].tensor.const_data_ptr()),
-                                        values[0].tensor.nbytes());
-  }
+  for (size_t i = 0; i < plan.receives.size(); i++)
+    texts[plan.receives[i].peer] = text_of(receive(static_cast<int>(i), action, a_text).values).value();
   end_step();
   return texts;
 }

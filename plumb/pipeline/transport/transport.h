@@ -24,6 +24,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,11 @@ struct MessagePlan {
   std::vector<std::vector<End>> order;
 };
 
+// Returns a text as a message's tensor.
+at::Tensor text_tensor(const std::string& text);
+// Returns the text that a message begins with; nullopt for other messages.
+std::optional<std::string> text_of(const std::vector<MessageValue>& message);
+
 class Transport {
  public:
   explicit Transport(ProcessGroup group);
@@ -60,8 +66,8 @@ class Transport {
 
   const ProcessGroup& group() const;
 
-  // Exchanges a text with every other rank; returns theirs, by rank. Before the first step.
-  std::vector<std::string> exchange(const std::string& own);
+  // Exchanges a text with every other rank, between steps; returns theirs, by rank. `action` as for receive().
+  std::vector<std::string> exchange(const std::string& own, const std::string& action = "the start");
 
   // Connects the ranks of this host by memory that they share, for which all ranks must call it at once. Messages of
   // at most HostRings::kLongest then go through it. `may_look`: whether receivers may look for them before they sleep.

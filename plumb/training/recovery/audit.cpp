@@ -4,12 +4,14 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 #include "plumb/core/json_text.h"
 #include "plumb/core/mix_bits.h"
 #include "plumb/numerics/hash.h"
 #include "plumb/pipeline/runtime/run_plan.h"
+#include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/schedule/simulate.h"
 #include "plumb/tensors/node_seeds.h"
@@ -50,12 +52,6 @@ size_t largest_gap(const Schedule& schedule, int rank) {
   }
   look(simulated.makespan);
   return best;
-}
-
-at::Tensor text_tensor(const std::string& text) {
-  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(bytes.data_ptr(), text.data(), text.size());
-  return bytes;
 }
 
 // Flips a bit of the first floating-point tensor, as a processor that is wrong once does.
@@ -234,19 +230,14 @@ void Auditor::wrote() {
 // majority.
 void Auditor::check_replicas() {
   const ProcessGroup& group = ranks_.groups.replicas;
-  if (group.size() == 1) return;
   uint64_t sum = 0;
   for (const auto& [name, hash] : written_) sum = mix_seeds(sum, hash);
-  std::vector<int> owners;
-  std::vector<double> halves(2 * static_cast<size_t>(group.size()));
-  for (int r = 0; r < group.size(); ++r) owners.push_back(r), owners.push_back(r);
-  const auto mine = 2 * static_cast<size_t>(group.rank());
-  halves[mine] = static_cast<double>(sum >> 32), halves[mine + 1] = static_cast<double>(sum & 0xffffffffu);
-  share_numbers(group, owners, halves);
-  std::map<std::pair<double, double>, int> count;
-  for (size_t r = 0; r < halves.size(); r += 2) ++count[{halves[r], halves[r + 1]}];
-  const int own = count[{halves[mine], halves[mine + 1]}];
-  if (own == group.size() || 2 * own > group.size()) return;
+  std::vector<int> owners(static_cast<size_t>(group.size()));
+  std::iota(owners.begin(), owners.end(), 0);
+  std::vector<double> sums(owners.size());
+  const double mine = sums[static_cast<size_t>(group.rank())] = static_cast<double>(sum >> 11);  // 53 bits are exact
+  share_numbers(group, owners, sums);
+  if (2 * std::ranges::count(sums, mine) > group.size()) return;
   fail({now_, ranks_.world.rank(), "the state after the step", "replicas have other values"});
 }
 
@@ -310,13 +301,12 @@ void Auditor::exchange() {
   std::vector<MessageValue> message;
   if (me == audited_->rank) {
     const AuditedStage::Seen seen = static_cast<AuditedStage&>(*step_.stages().at(audited_->stage)).take();
-    Json hashes = Json::array(), buffers = Json::array();
-    for (const auto& [name, hash] : seen.hashes) hashes.push_back({name, hash});
+    Json buffers = Json::array();
     Tensors tensors = seen.inputs;
     for (const auto& [name, tensor] : seen.buffers) buffers.push_back(name), tensors.push_back(tensor);
     tensors.insert(tensors.end(), seen.output_grads.begin(), seen.output_grads.end());
     const Json said = {{"inputs", seen.inputs.size()}, {"buffers", buffers},      {"requires", seen.requires_grad},
-                       {"first", seen.rows.first},     {"rows", seen.rows.count}, {"hashes", hashes}};
+                       {"first", seen.rows.first},     {"rows", seen.rows.count}, {"hashes", seen.hashes}};
     message.push_back({text_tensor(said.dump())});
     for (const at::Tensor& tensor : tensors) message.push_back({tensor.defined() ? tensor.cpu() : tensor});
     plan.sends.push_back({{MessageKind::Exchange, me, audited_->by}, audited_->by});
@@ -326,10 +316,10 @@ void Auditor::exchange() {
   if (me == audited_->rank) transport_->send(0, message);
   if (me == audited_->by) {
     const auto came = transport_->receive(0, "the audit").values;
-    if (came.empty() || !came[0].tensor.defined() || came[0].tensor.scalar_type() != at::kByte) refuse_audit();
-    const at::Tensor text = came[0].tensor.contiguous();
+    const auto text = text_of(came);
+    if (!text) refuse_audit();
     try {
-      const Json said = parse_json({static_cast<const char*>(text.const_data_ptr()), text.nbytes()}, 8);
+      const Json said = parse_json(*text, 8);
       AuditedStage::Seen seen;
       const size_t inputs = said.at("inputs").get<size_t>();
       const auto buffers = said.at("buffers").get<std::vector<std::string>>();
@@ -337,8 +327,7 @@ void Auditor::exchange() {
         refuse_audit();
       seen.requires_grad = said.at("requires").get<std::vector<bool>>();
       seen.rows = {said.at("first").get<int64_t>(), said.at("rows").get<int64_t>()};
-      for (const Json& hash : said.at("hashes"))
-        seen.hashes.emplace_back(hash.at(0).get<std::string>(), hash.at(1).get<uint64_t>());
+      seen.hashes = said.at("hashes").get<decltype(seen.hashes)>();
       for (size_t i = 0; i < buffers.size(); ++i) {
         seen.buffers.emplace_back(buffers[i], came[1 + inputs + i].tensor);
         if (!seen.buffers.back().second.defined()) refuse_audit();
@@ -461,17 +450,11 @@ void Auditor::check() {
   check_state();
   if (!audited_) return;
   if (received_) run_again();
-  std::vector<int> owners;
-  std::vector<double> accused(static_cast<size_t>(ranks_.world.size()), -1);
-  for (int r = 0; r < ranks_.world.size(); ++r) owners.push_back(r);
-  accused[static_cast<size_t>(ranks_.world.rank())] = std::exchange(accused_, -1);
-  share_numbers(ranks_.world, owners, accused);
-  for (const double rank : accused) {
-    if (rank < 0) continue;
-    copies_->forget(now_ - 1);  // everyone's edge after the audited step
-    if (static_cast<int>(rank) == ranks_.world.rank())
-      stop({now_ - 1, ranks_.world.rank(), "a stage's result", "another rank computes something else"});
-  }
+  const int64_t accused = largest_of_all(ranks_.world, std::exchange(accused_, -1));  // one rank at most accuses one
+  if (accused < 0) return;
+  copies_->forget(now_ - 1);  // everyone's edge after the audited step
+  if (accused == ranks_.world.rank())
+    stop({now_ - 1, ranks_.world.rank(), "a stage's result", "another rank computes something else"});
 }
 
 }  // namespace plumb

@@ -115,7 +115,7 @@ class Auditor {
   size_t gap_ = 0;                                // number of actions before it
   std::optional<AuditChoice> watched_, audited_;  // choices of this step, and of the one before, audited in this one
   std::optional<AuditedStage::Seen> received_;
-  double accused_ = -1;                                  // a rank, found here
+  int64_t accused_ = -1;                                 // a rank, found here
   std::map<int, std::shared_ptr<AuditedStage>> others_;  // by stage
 };
 

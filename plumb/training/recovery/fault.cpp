@@ -3,8 +3,10 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <ranges>
 #include <regex>
 
+#include "plumb/core/join.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/runtime/run_plan.h"
 #include "plumb/training/usage.h"
@@ -55,8 +57,7 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
   const auto actions = actions_of(schedule, fault.rank % static_cast<int>(o.stages));
   const auto found = std::ranges::find(actions, match[3].str());
   if (found == actions.end()) {
-    std::string some;
-    for (size_t i = 0; i < std::min<size_t>(actions.size(), 12); ++i) some += (i == 0 ? "" : " ") + actions[i];
+    const std::string some = join(actions | std::views::take(12), {}, " ");
     throw UsageError(c10::str("--inject ", text, ": rank ", fault.rank, " has no action ", match[3].str()),
                      "one of " + some + (actions.size() > 12 ? " ..." : ""));
   }

@@ -135,27 +135,14 @@ void NeighborCopies::transfer() {
 
 // By rank.
 std::vector<int64_t> NeighborCopies::exchange_sizes() {
-  MessagePlan plan;
-  const int me = group_.rank();
-  std::vector<int64_t> sizes(static_cast<size_t>(group_.size()), bytes_);
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    if (rank == me) continue;
-    plan.sends.push_back({{MessageKind::Exchange, me, rank}, rank});
-    plan.receives.push_back({{MessageKind::Exchange, rank, me}, rank});
-  }
-  transport_->begin_step(plan);
-  for (size_t i = 0; i < plan.sends.size(); ++i)
-    transport_->send(static_cast<int>(i), {{at::full({1}, bytes_, at::kLong)}});
-  const AgreedValues a_number{{{AgreedValue::Comes::Always, at::kLong, std::vector<int64_t>{1}}}};
-  for (size_t i = 0; i < plan.receives.size(); ++i) {
-    const int rank = plan.receives[i].peer;
-    const auto size = transport_->receive(static_cast<int>(i), kAction, a_number).values[0].tensor.item<int64_t>();
+  std::vector<int64_t> sizes;
+  for (const std::string& text : transport_->exchange(std::to_string(bytes_), kAction)) {
+    const int64_t size = std::strtoll(text.c_str(), nullptr, 10);
     if (size < static_cast<int64_t>(sizeof(int64_t)) || size > most_)
-      throw Error(ErrorKind::Communication,
-                  c10::str("rank ", rank, " has ", size, " bytes of state, where at most ", most_, " are expected"));
-    sizes[static_cast<size_t>(rank)] = size;
+      throw Error(ErrorKind::Communication, c10::str("rank ", sizes.size(), " has ", size,
+                                                     " bytes of state, where at most ", most_, " are expected"));
+    sizes.push_back(size);
   }
-  transport_->end_step();
   return sizes;
 }
 

@@ -87,6 +87,28 @@ nlohmann::json tags(const GraphModule& module) {
   return found;
 }
 
+constexpr int64_t kMostBytes = 512;
+constexpr const char* kRead = " (docs/determinism.md)";
+
+std::string shortened(std::string_view text) { return printable(text.substr(0, size_t(kMostBytes))); }
+
+// Returns a checkpoint's record of the machine and the threads that wrote it.
+nlohmann::json machine_state(int threads) { return {{"machine", to_string(cpu_kind())}, {"threads", threads}}; }
+
+// Returns "" if `state` says this machine and this number of threads, or says nothing; else a sentence.
+std::string machine_changed(const nlohmann::json& state, int threads) {
+  const nlohmann::json was = state.is_object() ? state.value("computed_on", nlohmann::json()) : nlohmann::json();
+  if (!was.is_object()) return "";
+  const nlohmann::json there = was.value("machine", nlohmann::json()), count = was.value("threads", nlohmann::json());
+  std::string changed;
+  if (there.is_string() && there.get<std::string>() != to_string(cpu_kind()))
+    changed = "on " + shortened(there.get<std::string>()) + ", this is " + shortened(to_string(cpu_kind()));
+  if (count.is_number_integer() && count.get<int64_t>() != threads)
+    changed += (changed.empty() ? "" : "; ") + std::string("with ") + count.dump() + " threads a process, this has " +
+               std::to_string(threads);
+  return changed.empty() ? "" : "was written " + changed + ": last bits may differ from here on" + kRead;
+}
+
 }  // namespace
 
 RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const ProcessGroup& world,
@@ -311,15 +333,6 @@ std::vector<CheckpointReport> RunCheckpoints::take_reports() {
   return writer_ ? writer_->take_reports() : std::vector<CheckpointReport>();
 }
 
-namespace {
-
-constexpr int64_t kMostBytes = 512;
-constexpr const char* kRead = " (docs/determinism.md)";
-
-std::string shortened(std::string_view text) { return printable(text.substr(0, size_t(kMostBytes))); }
-
-}  // namespace
-
 std::string other_machines(const ProcessGroup& world) {
   if (world.size() == 1) return "";
   const std::string mine = to_string(cpu_kind());
@@ -334,21 +347,6 @@ std::string other_machines(const ProcessGroup& world) {
   return "rank " + std::to_string(first) + " computes on another kind of machine than rank 0 does: " +
          shortened(static_cast<const char*>(text.const_data_ptr())) + "; rank 0: " + shortened(mine) +
          ". The last bits of losses depend on which rank computes what" + kRead;
-}
-
-nlohmann::json machine_state(int threads) { return {{"machine", to_string(cpu_kind())}, {"threads", threads}}; }
-
-std::string machine_changed(const nlohmann::json& state, int threads) {
-  const nlohmann::json was = state.is_object() ? state.value("computed_on", nlohmann::json()) : nlohmann::json();
-  if (!was.is_object()) return "";
-  const nlohmann::json there = was.value("machine", nlohmann::json()), count = was.value("threads", nlohmann::json());
-  std::string changed;
-  if (there.is_string() && there.get<std::string>() != to_string(cpu_kind()))
-    changed = "on " + shortened(there.get<std::string>()) + ", this is " + shortened(to_string(cpu_kind()));
-  if (count.is_number_integer() && count.get<int64_t>() != threads)
-    changed += (changed.empty() ? "" : "; ") + std::string("with ") + count.dump() + " threads a process, this has " +
-               std::to_string(threads);
-  return changed.empty() ? "" : "was written " + changed + ": last bits may differ from here on" + kRead;
 }
 
 }  // namespace plumb

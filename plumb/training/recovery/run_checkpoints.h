@@ -81,9 +81,4 @@ class RunCheckpoints {
 // Every rank calls it. Throws Error(Communication) if a peer is lost.
 std::string other_machines(const ProcessGroup& world);
 
-// Returns a checkpoint's record of the machine and the threads that wrote it.
-nlohmann::json machine_state(int threads);
-// Returns "" if `state` says this machine and this number of threads, or says nothing; else a sentence.
-std::string machine_changed(const nlohmann::json& state, int threads);
-
 }  // namespace plumb

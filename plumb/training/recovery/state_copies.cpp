@@ -59,16 +59,6 @@ Json parse_or_refuse(const std::string& text) {
   }
 }
 
-std::string text_of(const at::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.nbytes())};
-}
-
-at::Tensor bytes_of(const std::string& text) {
-  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(bytes.data_ptr(), text.data(), text.size());
-  return bytes;
-}
-
 // Returns "layers.0.weight and 3 more": the names that no rank holds.
 std::string missing_of(const std::set<std::string>& wanted, const std::vector<std::set<std::string>>& held) {
   std::string first;
@@ -140,9 +130,7 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
 }
 
 void StateCopies::forget(int64_t edge) {
-  auto& memory = memory_[static_cast<size_t>(edge % 2)];
-  char* to = memory.grow(static_cast<int64_t>(sizeof(Begin)));
-  const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
+  const auto mark = mark_of(memory_[static_cast<size_t>(edge % 2)].grow(static_cast<int64_t>(sizeof(Begin))));
   if (mark.load() == edge + 1) mark.store(0, std::memory_order_seq_cst);
 }
 
@@ -227,10 +215,7 @@ std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const T
   }
   std::optional<int64_t> found;
   for (auto it = held.rbegin(); it != held.rend() && !found; ++it) {
-    const bool all = std::ranges::all_of(wanted, [&](const std::string& name) {
-      return std::ranges::any_of(it->second, [&](const auto& names) { return names.contains(name); });
-    });
-    if (all) found = it->first;
+    if (missing_of(wanted, it->second).empty()) found = it->first;
   }
   std::erase_if(opened_, [&](const Opened& copy) { return copy.edge != found; });
   any_found_ = !held.empty();
@@ -270,7 +255,7 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, int tr
       keys.push_back(key);
       message.push_back({tensor});
     }
-    message[0].tensor = bytes_of(keys.dump());
+    message[0].tensor = text_tensor(keys.dump());
     plan.sends.push_back({{MessageKind::Exchange, me, rank}, rank});
     values.push_back(std::move(message));
   }
@@ -280,9 +265,8 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, int tr
   for (size_t i = 0; i < values.size(); ++i) transport.send(static_cast<int>(i), values[i]);
   for (size_t i = 0; i < plan.receives.size(); ++i) {
     const auto came = transport.receive(static_cast<int>(i), "going on").values;
-    const Json keys = came.empty() || !came[0].tensor.defined() || came[0].tensor.scalar_type() != at::kByte
-                          ? Json()
-                          : parse_or_refuse(text_of(came[0].tensor));
+    const auto text = text_of(came);
+    const Json keys = text ? parse_or_refuse(*text) : Json();
     if (!keys.is_array() || keys.size() + 1 != came.size()) refuse("comes without its names");
     for (size_t k = 0; k < keys.size(); ++k) {
       if (!keys[k].is_string() || !came[k + 1].tensor.defined()) refuse("comes without its names");
