@@ -26,7 +26,7 @@ using schedule_internal::TableRows;
 using schedule_internal::TableTimer;
 using schedule_internal::without_pairs;
 
-constexpr double kEffort = 3e8;  // about how many actions are timed, at most
+constexpr double kEffort = 6e8;  // about how many actions are timed, at most
 
 // Numbers by chance, the same on every machine.
 class Chance {
@@ -122,16 +122,16 @@ PlanScore Search::score(const PlanCandidate& c, double give_up, TableRows* out) 
   TableRows made;
   double length = kForever;
   if (c.rows) {
-    length = keeps_memory(times, *c.rows) ? timer_.replay(times, *c.rows) : kForever;
+    length = keeps_memory(times, *c.rows) ? timer_.replay(times, *c.rows, give_up * named_times_[0]) : kForever;
   } else {
-    length = timer_.make(times, c.habits, limit_, &made);
+    length = timer_.make(times, c.habits, limit_, &made, give_up * named_times_[0]);
   }
   score.shares[0] = length / named_times_[0];
   if (score.shares[0] <= give_up && length < kForever) {
     score.worst = score.shares[0];
     const TableRows& rows = c.rows ? *c.rows : made;
     for (std::size_t i = 1; i < scenarios_.size(); ++i) {
-      score.shares[i] = timer_.replay(times_of(c, i), rows) / named_times_[i];
+      score.shares[i] = timer_.replay(times_of(c, i), rows, give_up * named_times_[i]) / named_times_[i];
       score.worst = std::max(score.worst, score.shares[i]);
       if (score.worst > give_up) break;
     }
@@ -311,7 +311,7 @@ void Search::swap_neighbors(PlanCandidate& c, PlanScore& now, double until) {
     ++tried_;
     if (peak_of_row(times[0], rank, rows[rank]) > limit_ * (1 + 1e-9)) found.worst = kForever;
     for (std::size_t i = 0; i < times.size() && found.worst <= now.worst; ++i) {
-      found.shares.push_back(timer_.replay(times[i], rows) / named_times_[i]);
+      found.shares.push_back(timer_.replay(times[i], rows, now.worst * named_times_[i]) / named_times_[i]);
       found.worst = std::max(found.worst, found.shares.back());
     }
     if (found.worst <= now.worst) {

@@ -53,7 +53,7 @@ struct JointOptions {
   std::vector<std::string> names;
   // The most tables that are compared: half a minute for 16 ranks. The same number gives the same plan, whatever the
   // machine.
-  int tables = 100000;
+  int tables = 300000;
 };
 
 struct JointResult {

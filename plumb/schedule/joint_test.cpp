@@ -8,7 +8,9 @@
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/check.h"
+#include "plumb/schedule/event_simulation.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/schedule/pieces.h"
 #include "tests/message_of.h"
 #include "tests/uneven_models.h"
 
@@ -47,6 +49,32 @@ TEST(Joint, IsNeverSlowerThanTheBestNamedScheduleInTheSameMemory) {
     const JointResult found = joint_search(4, 4, pieces, quick());
     expect_sound(found, pieces, found.named.peak());
     EXPECT_LT(found.simulation.makespan, 0.99 * found.named.simulation.makespan);
+  }
+}
+
+// The work that is left tells early that a step comes too late, and never of one that does not.
+TEST(Joint, GivesATableUpIfAndOnlyIfItEndsTooLate) {
+  const PieceCosts pieces = pieces_of(uneven("unet", 24));
+  for (const std::string& name : quick().names) {
+    SCOPED_TRACE(name);
+    const Schedule schedule = make_schedule(name, 4, 8);
+    const PieceStages stages = balanced_stages(pieces, schedule.num_stages());
+    auto times =
+        schedule_internal::PieceSums(pieces, 1, [](int) { return 1.0; }).times(stages, schedule.placement.ranks, 4, 3);
+    times.costs = schedule_internal::RankCosts(std::move(times.costs), times.rank);
+    const auto rows = schedule_internal::without_pairs(schedule.rows);
+    schedule_internal::TableTimer timer(8);
+    const double length = timer.replay(times, rows);
+    EXPECT_EQ(timer.replay(times, rows, length), length);
+    EXPECT_EQ(timer.replay(times, rows, 0.9999 * length), schedule_internal::kForever);
+    schedule_internal::ListHabits habits;
+    habits.halves.assign(stages.begins.size(), name != "1F1B");
+    const double made = timer.make(times, habits, schedule_internal::kForever, nullptr);
+    const double whole = timer.actions();
+    EXPECT_EQ(timer.make(times, habits, schedule_internal::kForever, nullptr, made), made);
+    const double again = timer.actions() - whole;
+    EXPECT_EQ(timer.make(times, habits, schedule_internal::kForever, nullptr, 0.7 * made), schedule_internal::kForever);
+    EXPECT_LT(timer.actions() - whole - again, again);
   }
 }
 

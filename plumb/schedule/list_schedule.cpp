@@ -15,13 +15,34 @@ double peak_of_row(const StageTimes& times, int rank, const std::vector<Action>&
   return memory.peak();
 }
 
-void TableTimer::begin(const StageTimes& times) {
+void TableTimer::begin(const StageTimes& times, double give_up) {
   times_ = &times;
+  give_up_ = give_up * (1 + 1e-9);  // sums in another order differ by less
   const std::size_t stages = times.rank.size(), ranks = times.resident.size();
   stages_.assign(stages, {});
   forward_end_.assign(stages * microbatches_, kForever);
   back_end_.assign(stages * microbatches_, kForever);
   free_.assign(ranks, 0);
+  left_.assign(ranks, 0);
+  after_forward_.assign(stages, 0);
+  after_back_.assign(stages, 0);
+  const auto back = [&](std::size_t s) { return std::min(times.costs.input[s], times.costs.full[s]); };
+  const auto message = [&](std::size_t s) {
+    return times.rank[s] == times.rank[s + 1] ? 0 : times.costs.communication[s];
+  };
+  for (std::size_t s = 1; s < stages; ++s) after_back_[s] = after_back_[s - 1] + back(s - 1) + message(s - 1);
+  after_forward_[stages - 1] = after_back_[stages - 1] + back(stages - 1);
+  for (std::size_t s = stages - 1; s-- > 0;)
+    after_forward_[s] = after_forward_[s + 1] + times.costs.forward[s + 1] + message(s);
+}
+
+// Counts an action; returns true if its rank, or its microbatch, cannot end by give_up_ any more.
+bool TableTimer::too_late(int rank, int stage, ActionKind kind, double end) {
+  left_[rank] -= length_of(times_->costs, kind, stage);
+  const double after = kind == ActionKind::Forward          ? after_forward_[stage]
+                       : kind == ActionKind::BackwardWeight ? 0
+                                                            : after_back_[stage];
+  return end + std::max(after, left_[rank]) > give_up_;
 }
 
 double TableTimer::ready_forward(int stage, int m) const {
@@ -112,8 +133,9 @@ double TableTimer::run(int rank, const Choice& choice) {
   return end;
 }
 
-double TableTimer::make(const StageTimes& times, const ListHabits& habits, double memory_limit, TableRows* rows) {
-  begin(times);
+double TableTimer::make(const StageTimes& times, const ListHabits& habits, double memory_limit, TableRows* rows,
+                        double give_up) {
+  begin(times, give_up);
   habits_ = &habits;
   limit_ = memory_limit;
   const int count = static_cast<int>(times.rank.size()), ranks = static_cast<int>(times.resident.size());
@@ -125,8 +147,10 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
     held_[times.rank[s]].push_back(s);
     working_[times.rank[s]] = std::max(working_[times.rank[s]], most_working(times.costs, s));
     left += static_cast<std::size_t>(microbatches_) * (habits.halves[s] ? 3 : 2);
+    left_[times.rank[s]] +=
+        microbatches_ * (times.costs.forward[s] +
+                         (habits.halves[s] ? times.costs.input[s] + times.costs.weight[s] : times.costs.full[s]));
   }
-  actions_ += static_cast<double>(left);
   if (rows) rows->assign(ranks, {});
   std::vector<Choice> next;
   for (int k = 0; k < ranks; ++k) {
@@ -148,7 +172,10 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
                   : choice.kind == ActionKind::BackwardWeight ? state.weights
                                                               : state.backs;
     if (rows) (*rows)[rank].push_back({.kind = choice.kind, .stage = choice.stage, .microbatch = m});
-    length = std::max(length, run(rank, choice));
+    ++actions_;
+    const double end = run(rank, choice);
+    if (too_late(rank, choice.stage, choice.kind, end)) return kForever;
+    length = std::max(length, end);
     next[rank] = choose(rank);
     // Another rank may choose anew, now that it knows when this comes.
     const int to = choice.kind == ActionKind::Forward ? choice.stage + 1 : choice.stage - 1;
@@ -161,17 +188,18 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
   return length;
 }
 
-double TableTimer::replay(const StageTimes& times, const TableRows& rows, std::vector<std::vector<double>>* ends) {
-  begin(times);
+double TableTimer::replay(const StageTimes& times, const TableRows& rows, double give_up,
+                          std::vector<std::vector<double>>* ends) {
+  begin(times, give_up);
   if (ends) ends->resize(rows.size());
   const int ranks = static_cast<int>(rows.size());
   next_.assign(rows.size(), 0);
   std::size_t left = 0;
   for (std::size_t rank = 0; rank < rows.size(); ++rank) {
     left += rows[rank].size();
+    for (const Action& action : rows[rank]) left_[rank] += length_of(times.costs, action.kind, action.stage);
     if (ends) (*ends)[rank].resize(rows[rank].size());
   }
-  actions_ += static_cast<double>(left);
   double length = 0;
   std::size_t stuck = 0;  // passes in which nothing ran
   for (bool up = false; left > 0;) {
@@ -191,6 +219,8 @@ double TableTimer::replay(const StageTimes& times, const TableRows& rows, std::v
         if (ready == kForever) break;
         const double end = std::max(free_[rank], ready) + length_of(times.costs, action.kind, s);
         free_[rank] = end;
+        ++actions_;
+        if (too_late(rank, s, action.kind, end)) return kForever;
         length = std::max(length, end);
         if (ends) (*ends)[rank][i] = end;
         if (action.kind == ActionKind::Forward) at(forward_end_, s, m) = end;

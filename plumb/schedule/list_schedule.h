@@ -36,11 +36,13 @@ class TableTimer {
   explicit TableTimer(int num_microbatches) : microbatches_(num_microbatches) {}
 
   // Plays a step through in time; every rank takes what can begin first. Returns its length, or infinity if ranks wait
-  // for memory for ever.
-  double make(const StageTimes& times, const ListHabits& habits, double memory_limit, TableRows* rows);
-  // Returns the length of a table of F, B, I and W, or infinity if ranks wait for each other. `ends`, where given, gets
-  // the end of each action.
-  double replay(const StageTimes& times, const TableRows& rows, std::vector<std::vector<double>>* ends = nullptr);
+  // for memory for ever, or as soon as the step cannot end by `give_up`.
+  double make(const StageTimes& times, const ListHabits& habits, double memory_limit, TableRows* rows,
+              double give_up = kForever);
+  // Returns the length of a table of F, B, I and W, or infinity if ranks wait for each other, or as soon as the step
+  // cannot end by `give_up`. `ends`, where given, gets the end of each action.
+  double replay(const StageTimes& times, const TableRows& rows, double give_up = kForever,
+                std::vector<std::vector<double>>* ends = nullptr);
 
   double actions() const { return actions_; }  // timed so far
 
@@ -54,7 +56,8 @@ class TableTimer {
     int forwards = 0, backs = 0, weights = 0;
   };
 
-  void begin(const StageTimes& times);
+  void begin(const StageTimes& times, double give_up);
+  bool too_late(int rank, int stage, ActionKind kind, double end);
   Choice choose(int rank) const;
   double reserved(int rank) const;
   void consider_weights(int rank, Choice& best) const;
@@ -72,12 +75,13 @@ class TableTimer {
   double actions_ = 0;
   const StageTimes* times_ = nullptr;
   const ListHabits* habits_ = nullptr;
-  double limit_ = 0;
+  double limit_ = 0, give_up_ = kForever;
   std::vector<StageState> stages_;
-  std::vector<double> forward_end_, back_end_;  // by stage and microbatch; infinity: not begun
-  std::vector<double> free_, working_;          // by rank
-  std::vector<RankMemory> memory_;              // by rank
-  std::vector<std::vector<int>> held_;          // stages by rank
+  std::vector<double> forward_end_, back_end_;      // by stage and microbatch; infinity: not begun
+  std::vector<double> after_forward_, after_back_;  // by stage: the least time from an action's end to the step's
+  std::vector<double> free_, working_, left_;       // by rank; left_: time of the actions that have not run
+  std::vector<RankMemory> memory_;                  // by rank
+  std::vector<std::vector<int>> held_;              // stages by rank
   std::vector<std::size_t> next_;
 };
 

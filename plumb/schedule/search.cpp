@@ -161,7 +161,7 @@ class Orders {
 
   // Unbearable if ranks wait for each other.
   Score time() {
-    if (timer_.replay(times_, rows_, &ends_) == kNever) return {};
+    if (timer_.replay(times_, rows_, kNever, &ends_) == kNever) return {};
     Score score{0, 0};
     for (int rank = 0; rank < static_cast<int>(rows_.size()); ++rank) {
       double length = ends_[rank].back() - (ends_[rank].front() - length_of(rank, rows_[rank].front()));
