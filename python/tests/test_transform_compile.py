@@ -63,7 +63,7 @@ TRANSFORMS = {
     "both": lambda m: fp8(unit_scale(m)),
 }
 # Models that others stand for, or that take long to compile, in one combination alone.
-ONCE = {"GPT tied", "GPT with dropout", "TransformerDecoderLayer", "Transformer", "bf16", "two-branch add", "GRU", "Llama",
+ONCE = {"GPT tied", "GPT with dropout", "LSTM", "MoE", "ViT", "TransformerDecoderLayer", "Transformer", "bf16", "two-branch add", "GRU", "Llama",
         "ConvNet 1d", "ConvNet eval", "U-net", "autocast", "root Linear", "GPT-2 of transformers", "Llama of transformers",
         "BERT of transformers"}  # fmt: skip
 ALSO = {

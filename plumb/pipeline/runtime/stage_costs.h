@@ -12,7 +12,7 @@
 namespace plumb {
 
 struct StageCostOptions {
-  int repeats = 8;     // the middle one of so many runs counts, of which four are in flight at a time
+  int repeats = 16;    // runs, of which four are in flight at a time; the mean without the longest eighth counts
   int busy_ranks = 1;  // so many cores are at work meanwhile, as in a run: memory and clock are shared
   // The loss, of the model's outputs; none: the gradients of all outputs are ones.
   std::function<at::Tensor(const Tensors& outputs)> loss = {};

@@ -30,7 +30,7 @@ class Plan(SplitPolicy):
     Attributes: ``schedule``, the time table; ``cut``, for each stage but the first the value that its first operator
     makes; ``recompute``, by stage; ``ranks``, ``microbatches``, ``replicas``; ``seconds`` and ``memory``, the predicted
     time of a step and bytes by rank. After `plan` also ``rows``, a dict for every schedule that was compared;
-    ``conclusion``, a sentence; ``spread``, how far the middle one of the measured times is above the least.
+    ``conclusion``, a sentence; ``spread``, how far the mean of the measured times is above the least.
     """
 
     def __init__(self, plan: str | os.PathLike | _C.Plan):
@@ -118,7 +118,7 @@ def plan(
         estimate: do not run the model; costs from shapes.
         tables: so many are compared by the search at most. 0: the default, half a minute for 16 ranks.
 
-    Costs are processor time, the middle one of several runs with as many cores at work as there are ranks. Raises
+    Costs are processor time, the mean of several runs with as many cores at work as there are ranks. Raises
     `plumb.Error`, for a limit that no schedule keeps also.
     """
     if not (isinstance(link, (tuple, list)) and len(link) == 2 and all(isinstance(number, Real) for number in link)):
