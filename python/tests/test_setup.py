@@ -11,6 +11,12 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def without_torch_python(monkeypatch):
+    """`make test TORCH_PYTHON=...` hands the variable on to the tests, and a stamp names it."""
+    monkeypatch.delenv("TORCH_PYTHON", raising=False)
+
+
 @pytest.fixture
 def bootstrap(tmp_path):
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
@@ -84,7 +90,7 @@ def test_nothing_to_do_does_nothing(bootstrap):
     python.chmod(0o755)
     (bootstrap.folder / ".venv/.plumb-stamp").write_text(first.stdout.rstrip("\n"))
     bootstrap.stand_in("dpkg-query", "echo asked >&2; exit 1")
-    done = bootstrap(TORCH_PYTHON="")
+    done = bootstrap()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
