@@ -4,6 +4,8 @@ left in attributes, layers that set themselves up."""
 import copy
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -432,3 +434,36 @@ def test_a_state_kept_in_an_object_is_refused():
 
     with pytest.raises(plumb.Error, match="reads the attribute 'state', which it changes in every call"):
         plumb.capture(Recurrent(), torch.randn(3, 4))
+
+
+def test_a_class_whose_module_is_no_name_is_captured():
+    class Cython:  # as functions of NumPy 2.2's random are
+        __module__ = property(lambda self: "somewhere")
+
+        def __init__(self):
+            self.scale = 2.0
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = Cython()
+
+        def forward(self, x):
+            return x * self.by.scale
+
+    x = torch.randn(3)
+    assert torch.equal(plumb.capture(Scaled(), x)(x), x * 2)
+
+
+def test_what_torch_asks_first_in_a_capture_is_right_after_it():
+    program = """
+import torch, plumb
+class Asks(torch.nn.Module):
+    def forward(self, x):
+        torch.overrides.get_default_nowrap_functions()  # as the import of torch._dynamo does
+        return x * 2
+plumb.capture(Asks(), torch.ones(2))
+assert torch.Tensor.grad.__get__ in torch.overrides.get_default_nowrap_functions()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

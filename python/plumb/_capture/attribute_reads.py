@@ -46,9 +46,10 @@ _LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (
 )
 
 
-def is_of_library(module: str) -> bool:
-    """Returns whether a module of this name is torch's, plumb's, NumPy's or Python's, whose objects are no settings."""
-    return module.partition(".")[0] in _LIBRARIES
+def is_of_library(module: Any) -> bool:
+    """Returns whether a module of this name is torch's, plumb's, NumPy's or Python's, whose objects are no settings. A class of
+    Cython may have a descriptor for its name."""
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 def is_users(code: types.CodeType) -> bool:

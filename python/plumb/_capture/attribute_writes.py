@@ -125,7 +125,7 @@ def _walk(
         live, dotted = getattr(value, "__dict__", None), True
         if not isinstance(live, dict) or isinstance(value, (type, nn.Module, Tensor)) or callable(value):
             return
-        if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        if str(type(value).__module__).partition(".")[0] in _LIBRARIES:
             return
     if id(live) in seen or depth > DEEPEST or len(live) > MOST:
         return

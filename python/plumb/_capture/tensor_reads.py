@@ -16,6 +16,9 @@ from .attribute_reads import note_fact, note_result, note_value
 from .cpython import line_of, past_modes, running
 from .torch_patches import INSIDE, patched
 
+# torch keeps the getters of Tensor that it is first asked for: they must not be those of a capture.
+torch.overrides.get_default_nowrap_functions()
+
 _VALUES = ("item", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")  # that Python takes out of a tensor
 # Attributes that tell the past of a tensor, each with its value for one that hangs on nothing that requires a gradient.
 _PAST = {"is_leaf": True, "grad_fn": None, "output_nr": 0, "retains_grad": False}
