@@ -59,6 +59,19 @@ def test_distributions_check_their_arguments():
     check(Net(sample), torch.randn(3, 4))
 
 
+def test_a_function_that_returns_the_truth_leaves_the_branch_to_its_caller():
+    def finite(x):
+        return bool(x.isfinite().all())
+
+    def raises(m, x):
+        if not finite(x):
+            raise ValueError("not finite")
+        return m.layer(x)
+
+    check(Net(raises), torch.randn(3, 4))
+    assert "aten::is_nonzero" in refusal(lambda x: x if finite(x) else -x)
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()

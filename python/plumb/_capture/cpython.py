@@ -106,14 +106,24 @@ class Code:
                 return False
         return False
 
-    def decides_a_raise(self, n: int) -> bool:
-        """Returns whether instruction n decides a branch of which one way does nothing but raise an exception."""
+    def _after_truth(self, n: int) -> int:
+        """Returns the number of the instruction that takes the truth of what instruction n made."""
         instructions = self.instructions
         # bool(t), or a conversion before a jump; from Python 3.13 on a comparison before a jump converts what it got.
         if instructions[n].opname.startswith("CALL") or instructions[n].opname == "COMPARE_OP":
             n += 1
         while n < len(instructions) and instructions[n].opname in ("UNARY_NOT", "TO_BOOL"):
             n += 1
+        return n
+
+    def returns_truth(self, n: int) -> bool:
+        """Returns whether the truth of what instruction n made is what the code returns, as in ``return bool(t)``."""
+        return [i.opname for i in self.instructions[self._after_truth(n) :][:1]] == ["RETURN_VALUE"]
+
+    def decides_a_raise(self, n: int) -> bool:
+        """Returns whether instruction n decides a branch of which one way does nothing but raise an exception."""
+        instructions = self.instructions
+        n = self._after_truth(n)
         if n >= len(instructions):
             return False
         jump = instructions[n]

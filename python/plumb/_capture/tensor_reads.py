@@ -28,9 +28,15 @@ _CHANGING = ("grad", "_version", "_backward_hooks", *_MEMORY)
 
 
 def is_check() -> bool:
-    """Returns whether the caller branches on the tensor only to raise an exception in one of the branches."""
-    found = running(_reader())
-    return found is not None and found[0].decides_a_raise(found[1])
+    """Returns whether the caller branches on the tensor only to raise an exception in one of the branches. A function that returns
+    the truth of the tensor leaves the branch to its own caller."""
+    frame: FrameType | None = _reader()
+    while frame is not None and (found := running(frame)):
+        code, n = found
+        if not code.returns_truth(n):
+            return code.decides_a_raise(n)
+        frame = frame.f_back
+    return False
 
 
 def _reader() -> FrameType:
