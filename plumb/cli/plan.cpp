@@ -164,8 +164,8 @@ void print_ranks(const PlanArguments& o, const PlannedModel& planned, const Sche
               << " operations a second of each rank; peak memory has weights, gradients, AdamW's state and what waits "
                  "for its backward\n";
   } else {
-    std::cout << "costs are processor time, the mean of " << StageCostOptions().repeats << " runs with "
-              << o.ranks << " cores at work, which is " << percent(planned.spread) << " above the least\n";
+    std::cout << "costs are processor time, the mean of " << StageCostOptions().repeats << " runs with " << o.ranks
+              << " cores at work, which is " << percent(planned.spread) << " above the least\n";
   }
 }
 
