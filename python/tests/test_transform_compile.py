@@ -62,10 +62,11 @@ TRANSFORMS = {
     "track_scales": track_scales,
     "both": lambda m: fp8(unit_scale(m)),
 }
-# Models that others stand for, or that take long to compile, in one combination alone.
-ONCE = {"GPT tied", "GPT with dropout", "LSTM", "MoE", "ViT", "TransformerDecoderLayer", "Transformer", "bf16", "two-branch add", "GRU", "Llama",
-        "ConvNet 1d", "ConvNet eval", "U-net", "autocast", "root Linear", "GPT-2 of transformers", "Llama of transformers",
-        "BERT of transformers"}  # fmt: skip
+# Models that others stand for, or that take long to compile, in one combination alone; few in all.
+ONCE = {"GPT tied", "GPT with dropout", "LSTM", "MoE", "ViT", "TransformerDecoderLayer", "Transformer", "bf16", "two-branch add",
+        "GRU", "Llama", "ConvNet 1d", "ConvNet eval", "U-net", "autocast", "root Linear", "GPT-2 of transformers",
+        "Llama of transformers", "BERT of transformers"}  # fmt: skip
+ALL = {"GPT", "ConvNet training", "in place", "matmul and bmm", "shared"}
 ALSO = {
     "TransformerEncoder eval, padding": lambda: (
         padded_encoder(), (r(2, 5, 16),), {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])}
@@ -75,7 +76,9 @@ ALSO = {
     "LSTM with projections": lambda: (nn.LSTM(6, 8, proj_size=4, bias=False), (r(5, 2, 6),), {}),
     "GRU and RNN cells": lambda: (Cells(), (r(2, 5, 6),), {}),
 }  # fmt: skip
-CASES = [(m, t) for m in MODELS for t in (["both"] if m in ONCE else TRANSFORMS)]
+CASES = [
+    (m, t) for m in MODELS for t in (["both"] if m in ONCE else TRANSFORMS if m in ALL else ["both", "track_scales"])
+]
 CASES += [(m, t) for m in ALSO for t in ("both", "unit_scale")]
 # Eager runs these by fused operators, compiled code by the operators that they are made of; simulate_fp8 takes them apart.
 FUSED = {"LSTM", "GRU", "RNN", "LSTM alone", "GRU and RNN cells"}
