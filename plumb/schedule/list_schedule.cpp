@@ -26,6 +26,7 @@ void TableTimer::begin(const StageTimes& times, double give_up) {
   left_.assign(ranks, 0);
   after_forward_.assign(stages, 0);
   after_back_.assign(stages, 0);
+  if (give_up == kForever) return;
   const auto back = [&](std::size_t s) { return std::min(times.costs.input[s], times.costs.full[s]); };
   const auto message = [&](std::size_t s) {
     return times.rank[s] == times.rank[s + 1] ? 0 : times.costs.communication[s];
@@ -38,6 +39,7 @@ void TableTimer::begin(const StageTimes& times, double give_up) {
 
 // Counts an action; returns true if its rank, or its microbatch, cannot end by give_up_ any more.
 bool TableTimer::too_late(int rank, int stage, ActionKind kind, double end) {
+  ++actions_;
   left_[rank] -= length_of(times_->costs, kind, stage);
   const double after = kind == ActionKind::Forward          ? after_forward_[stage]
                        : kind == ActionKind::BackwardWeight ? 0
@@ -172,7 +174,6 @@ double TableTimer::make(const StageTimes& times, const ListHabits& habits, doubl
                   : choice.kind == ActionKind::BackwardWeight ? state.weights
                                                               : state.backs;
     if (rows) (*rows)[rank].push_back({.kind = choice.kind, .stage = choice.stage, .microbatch = m});
-    ++actions_;
     const double end = run(rank, choice);
     if (too_late(rank, choice.stage, choice.kind, end)) return kForever;
     length = std::max(length, end);
@@ -197,7 +198,8 @@ double TableTimer::replay(const StageTimes& times, const TableRows& rows, double
   std::size_t left = 0;
   for (std::size_t rank = 0; rank < rows.size(); ++rank) {
     left += rows[rank].size();
-    for (const Action& action : rows[rank]) left_[rank] += length_of(times.costs, action.kind, action.stage);
+    if (give_up < kForever)
+      for (const Action& action : rows[rank]) left_[rank] += length_of(times.costs, action.kind, action.stage);
     if (ends) (*ends)[rank].resize(rows[rank].size());
   }
   double length = 0;
@@ -219,7 +221,6 @@ double TableTimer::replay(const StageTimes& times, const TableRows& rows, double
         if (ready == kForever) break;
         const double end = std::max(free_[rank], ready) + length_of(times.costs, action.kind, s);
         free_[rank] = end;
-        ++actions_;
         if (too_late(rank, s, action.kind, end)) return kForever;
         length = std::max(length, end);
         if (ends) (*ends)[rank][i] = end;
