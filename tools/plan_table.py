@@ -193,7 +193,7 @@ def row_of_plan(model: str, folder: pathlib.Path, ranks: int, steps: int) -> lis
     """Plans net.pt2 and trains it."""
     microbatches = str(2 * ranks)
     before, clock = processor_seconds(), time.monotonic()
-    planned = json.loads(run(["plan", "net.pt2", "--loss", "output", "--ranks", str(ranks), "--microbatches", microbatches,
+    planned = json.loads(run(["plan", "net.pt2", "--loss", "output", "--transmit", "all", "--ranks", str(ranks), "--microbatches", microbatches,
                               "-o", "best.json", "--json"], folder))  # fmt: skip
     cost = f"{processor_seconds() - before:.0f} s ({time.monotonic() - clock:.0f} s)"
     plan = json.loads((folder / "best.json").read_text())

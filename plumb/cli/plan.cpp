@@ -31,7 +31,7 @@ namespace {
 struct PlanArguments {
   std::string file, memory, take, csv, svg, out, html, loss;
   std::vector<double> costs;
-  std::vector<std::string> names;
+  std::vector<std::string> names, transmit;
   std::vector<int> stages_per_rank = {1, 2, 3};
   std::vector<double> machine, link;
   StageCostOptions messages;  // costs of messages by --link
@@ -124,8 +124,8 @@ void check_arguments(PlanArguments& o) {
     used_by(
         "--link", [&] { set_link(o.messages, o.link[0], o.link.size() > 1 ? o.link[1] : 0); },
         "--link GB/S,MICROSECONDS");
-  if (!o.measured() && !(o.out + o.html + o.loss).empty())
-    throw UsageError("-o, --html and --loss are for a file: given costs have no cut", "the name of a file");
+  if (!o.measured() && (!(o.out + o.html + o.loss).empty() || !o.transmit.empty()))
+    throw UsageError("-o, --html, --loss and --transmit are for a file: given costs have no cut", "the name of a file");
   if (o.microbatches == 0) o.microbatches = 2 * o.ranks;
   const std::vector<std::string> usual = usual_schedules();
   for (const std::string& name : o.names) {
@@ -227,12 +227,13 @@ void plan(PlanArguments o) {
                         .memory_limit = memory_of(o.memory),
                         .stages_per_rank = o.stages_per_rank,
                         .names = o.names,
+                        .transmit = o.transmit,
                         .costs = cost_options(o, module),
                         .estimate = o.estimate};
     const auto inputs = o.estimate ? std::vector<c10::IValue>() : example_inputs(module);
     planned = plan_model(module, inputs, request, [&](const std::string& what) { progress.next(what); });
-    costs = [&module, options = request.costs](int stages) {
-      return estimate_stages(*cut(module, stages, {}, "plan"), options);
+    costs = [&module, &o, options = request.costs](int stages) {
+      return estimate_stages(*cut(module, stages, {.transmit = o.transmit}, "plan"), options);
     };
   } else {
     costs = given_costs(o);
@@ -296,6 +297,10 @@ void add_plan(CLI::App& app) {
                   "Planned with the model, as plumb train has it: cross_entropy, mse, output or none (default: the "
                   "model's own loss, else cross_entropy)")
       ->check(CLI::IsMember({"cross_entropy", "mse", "output", "none"}));
+  sub->add_option("--transmit", o->transmit,
+                  "Parameters of several stages, or all of them, that the first stage which uses them sends to the "
+                  "others, as plumb train --transmit has it: the plan says so")
+      ->delimiter(',');
   sub->add_option("--link", o->link,
                   "Between ranks: GB a second, and microseconds that a message takes whatever its size: --link 12.5,20 "
                   "(default: 2,50). Plan for the slowest link there is: it costs little on a faster one")

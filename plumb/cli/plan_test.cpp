@@ -102,6 +102,20 @@ TEST_F(Planning, WritesAPlanThatATrainingFollowsWithTheBitsOfOneProcess) {
   EXPECT_NE(bad.err.find("is no plan of plumb"), std::string::npos) << bad.err;
 }
 
+TEST_F(Planning, TransmitsATiedWeightAndSoKeepsTheBitsOfOneProcess) {
+  const std::string train = "train tied.pt2 --data tokens.bin --steps 3 --lr 0.01 --threads 1 --json --save ";
+  const Ended whole = plumb(train + "whole.pt2 --microbatches 4");
+  const Ended planned =
+      plumb("plan tied.pt2 --ranks 2 --microbatches 4 --schedules 1F1B --estimate --transmit all -o best.json");
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  const Ended run = plumb(train + "other.pt2 --plan best.json");
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_EQ(losses(whole), losses(run));
+  EXPECT_TRUE(read(folder() / "whole.pt2") == read(folder() / "other.pt2"));
+  wrong("plan tied.pt2 --ranks 2 --transmit no.such", "--transmit no.such");
+  wrong("plan --costs 1,1,1 --ranks 2 --transmit all", "--transmit");
+}
+
 TEST_F(Planning, PlansWithTheLossAndTheLinkThatItIsTold) {
   const auto step = [](const std::string& options) {
     const Ended ended = plumb(kPlan + ("--estimate --schedules 1F1B --json " + options));

@@ -83,6 +83,7 @@ std::string to_json(const PipelinePlan& plan) {
                                            {"operators", plan.operators},
                                            {"cut", plan.cut},
                                            {"recompute", plan.recompute},
+                                           {"transmit", plan.transmit},
                                            {"table", table}};
   const bool finite = std::isfinite(plan.seconds) &&
                       std::ranges::all_of(plan.memory, [](double bytes) { return std::isfinite(bytes); });
@@ -125,6 +126,7 @@ PipelinePlan parse_plan(std::string_view text, const std::string& where) {
   if (document.contains("operators")) plan.operators = reader.whole("operators", 0, std::numeric_limits<int>::max());
   plan.cut = reader.texts("cut");
   plan.recompute = reader.texts("recompute");
+  if (document.contains("transmit")) plan.transmit = reader.texts("transmit");
   const auto stages = static_cast<std::size_t>(plan.num_stages());
   if (plan.cut.size() + 1 != stages || plan.recompute.size() != stages)
     reader.fail(str("'table' has ", stages, " stages, 'cut' ", plan.cut.size() + 1, " and 'recompute' ",

@@ -16,6 +16,7 @@ struct PipelinePlan {
   std::vector<std::string> cut;        // by stage but the first: a value that its first operator makes
   Schedule schedule;                   // also says which rank runs which stage
   std::vector<std::string> recompute;  // by stage: "cheap" or "none"
+  std::vector<std::string> transmit;   // parameters of several stages that their first stage sends; "all": every one
   int replicas = 1;                    // equal pipelines beside each other
   // Predictions, for people.
   double seconds = 0;          // predicted time of a step

@@ -18,7 +18,14 @@ using ::testing::HasSubstr;
 
 PipelinePlan example() {
   const Schedule schedule = zbv_schedule(2, 4);
-  return {{"addmm_1", "gelu", "addmm_3"}, schedule, {"cheap", "none", "cheap", "cheap"}, 2, 0.25, {1e6, 2e6}, 12};
+  return {.cut = {"addmm_1", "gelu", "addmm_3"},
+          .schedule = schedule,
+          .recompute = {"cheap", "none", "cheap", "cheap"},
+          .transmit = {"table.weight"},
+          .replicas = 2,
+          .seconds = 0.25,
+          .memory = {1e6, 2e6},
+          .operators = 12};
 }
 
 std::string changed(const char* entry, const nlohmann::json& value) {
@@ -32,7 +39,9 @@ TEST(PipelinePlan, IsReadAgainAsItWasWritten) { EXPECT_EQ(parse_plan(to_json(exa
 TEST(PipelinePlan, OfAnOlderVersionIsForAGraphOfAnySize) {
   nlohmann::json document = nlohmann::json::parse(to_json(example()));
   document.erase("operators");
+  document.erase("transmit");
   EXPECT_EQ(parse_plan(document.dump()).operators, 0);
+  EXPECT_TRUE(parse_plan(document.dump()).transmit.empty());
 }
 
 TEST(PipelinePlan, IsNotWrittenWithWhatJsonCannotHold) {
@@ -58,6 +67,7 @@ TEST(PipelinePlan, SaysWhichEntryIsWrong) {
   EXPECT_THAT(problem(changed("replicas", 0)), HasSubstr("'replicas'"));
   EXPECT_THAT(problem(changed("cut", {"a"})), HasSubstr("'cut' 2"));
   EXPECT_THAT(problem(changed("cut", {1, 2, 3})), HasSubstr("'cut' holds what is no text"));
+  EXPECT_THAT(problem(changed("transmit", "all")), HasSubstr("'transmit' is no list"));
   EXPECT_THAT(problem(changed("recompute", {"cheap", "all", "cheap", "cheap"})), HasSubstr("neither cheap nor none"));
   EXPECT_THAT(problem(changed("operators", -1)), HasSubstr("'operators'"));
   EXPECT_THAT(problem(changed("memory", {-1})), HasSubstr("'memory'"));

@@ -4,7 +4,6 @@
 #include "plumb/partition/balance.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/size_policy.h"
-#include "plumb/partition/split.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -16,7 +15,8 @@ std::pair<std::string, SplitPoint> split_point(const std::string& text) {
   return {text, SplitPoint::Beginning};
 }
 
-// Decides for each parameter of several stages whether it is replicated or transmitted.
+}  // namespace
+
 void choose_multi_use(const GraphModule& module, const std::vector<std::string>& transmit, SplitOptions& options) {
   for (const std::string& name : transmit) {
     if (name == "all") {
@@ -30,8 +30,6 @@ void choose_multi_use(const GraphModule& module, const std::vector<std::string>&
     options.multi_use_by_name[name] = MultiUse::Transmit;
   }
 }
-
-}  // namespace
 
 std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOptions& cuts, const std::string& needed_by) {
   const std::vector<std::string>& at = cuts.at;

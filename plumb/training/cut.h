@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "plumb/partition/pipe.h"
+#include "plumb/partition/split.h"
 #include "plumb/partition/wire.h"
 
 namespace plumb {
@@ -16,6 +17,9 @@ struct CutOptions {
   WireOptions wire;                   // formats between stages
   std::vector<std::string> before;    // values of a plan: cut before the operators that make them, and nowhere else
 };
+
+// Sets what `transmit` says of the parameters of several stages. Throws UsageError for an unknown name.
+void choose_multi_use(const GraphModule& module, const std::vector<std::string>& transmit, SplitOptions& options);
 
 // Cuts at the modules of `options`; without names at the graph's own marks, and without marks so that the slowest stage
 // is as fast as can be. `stages` 0: as many as the cuts give; 1: not cut at all. Throws UsageError if that is not

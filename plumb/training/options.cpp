@@ -168,8 +168,8 @@ std::vector<TrainField> layout_fields() {
        "cpu, cuda, ...: where stages compute; each process of a host has the device of its own number there"},
       field("threads", &O::threads,
             "Threads of each process (0: the cores shared out). With the same number losses are equal bit for bit "
-            "whatever the stages, but for weights tied across stages (gradients are summed in another order, or "
-            "--transmit)",
+            "whatever the stages, but for weights tied across stages without --transmit (gradients are summed in "
+            "another order)",
             whole_number(0, 1024)),
   };
 }
@@ -370,6 +370,7 @@ void take_plan(TrainOptions& options) {
   take("stages", &TrainOptions::stages, plan.schedule.num_ranks());
   take("microbatches", &TrainOptions::microbatches, plan.schedule.num_microbatches);
   take("data-parallel", &TrainOptions::replicas, plan.replicas);
+  if (options.transmit.empty()) options.transmit = plan.transmit;
   if (!options.at.empty() || options.schedule != defaults.schedule || options.recompute != defaults.recompute)
     throw UsageError("--plan: says itself where to cut, in which order to run and what to compute again",
                      "leave --at, --schedule and --recompute out");

@@ -75,6 +75,7 @@ Register plan_part([](py::module_& m) {
       .def_readonly("cut", &PipelinePlan::cut)
       .def_readonly("schedule", &PipelinePlan::schedule)
       .def_readonly("recompute", &PipelinePlan::recompute)
+      .def_readonly("transmit", &PipelinePlan::transmit)
       .def_readonly("replicas", &PipelinePlan::replicas)
       .def_readonly("operators", &PipelinePlan::operators)
       .def_readonly("seconds", &PipelinePlan::seconds)
@@ -103,19 +104,20 @@ Register plan_part([](py::module_& m) {
       [](std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs, int ranks,
          int microbatches, int replicas, std::optional<double> memory, const py::object& loss,
          std::pair<double, double> link, std::vector<int> stages_per_rank, std::vector<std::string> names,
-         bool estimate, int tables) {
+         std::vector<std::string> transmit, bool estimate, int tables) {
         PlanRequest request{.ranks = ranks,
                             .microbatches = microbatches,
                             .replicas = replicas,
                             .stages_per_rank = std::move(stages_per_rank),
                             .names = std::move(names),
+                            .transmit = std::move(transmit),
                             .estimate = estimate};
         if (tables > 0) request.tables = tables;
         return plan(std::move(module), std::move(inputs), std::move(request), memory, loss, link.first, link.second);
       },
       py::arg("module"), py::arg("inputs"), py::kw_only(), py::arg("ranks"), py::arg("microbatches"),
       py::arg("replicas"), py::arg("memory"), py::arg("loss"), py::arg("link"), py::arg("stages_per_rank"),
-      py::arg("names"), py::arg("estimate"), py::arg("tables"));
+      py::arg("names"), py::arg("transmit"), py::arg("estimate"), py::arg("tables"));
 });
 
 }  // namespace

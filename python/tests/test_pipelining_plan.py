@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plumb.pipelining import Plan, pipeline, plan
+from plumb.pipelining import MultiUseParameterConfig, Plan, pipeline, plan
 from plumb.pipelining.schedules import ScheduleTable
 from torch import nn
 
@@ -56,6 +56,41 @@ def test_a_plan_of_one_rank_trains_with_the_bits_of_the_model(net):
     schedule.step(x, target=y, losses=losses)
     parts = [nn.functional.cross_entropy(net(a), b) for a, b in zip(x.chunk(4), y.chunk(4))]
     assert [loss.item() for loss in losses] == [part.item() for part in parts]
+
+
+class Shared(nn.Module):
+    """Two parts read one table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.encoder, self.decoder = (nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]) for _ in range(2))
+
+    def forward(self, ids, targets):
+        x = self.decoder(self.table(targets) + self.encoder(self.table(ids)).mean(1, keepdim=True))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("sent", [MultiUseParameterConfig.TRANSMIT, {"table.weight": MultiUseParameterConfig.TRANSMIT}])
+def test_a_plan_that_transmits_a_shared_parameter_trains_with_the_bits_of_the_model(tmp_path, sent):
+    torch.manual_seed(0)
+    net, (ids, targets) = Shared(), torch.randint(64, (2, 8, 32))
+    best = plan(net, (ids[:2], targets[:2]), ranks=1, microbatches=4, stages_per_rank=[4], take="InterleavedZeroBubble", loss="output",
+                schedules=["InterleavedZeroBubble"], multi_use_param_spec=sent, estimate=True)  # fmt: skip
+    best.save(tmp_path / "best.json")
+    best = Plan(tmp_path / "best.json")
+    assert best.transmit in (["all"], ["table.weight"])
+    pipe = pipeline(net, (ids[:2], targets[:2]), split_policy=best, output_loss_value_spec=True)
+    holders = [s for s in range(4) if any("table" in name for name, _ in pipe.get_stage_module(s).named_parameters())]
+    assert len(holders) == 1 and not pipe.replicated_params
+    for a, b in zip(ids.chunk(4), targets.chunk(4)):
+        (net(a, b) / 4).backward()
+    expected = {name: p.grad for name, p in net.named_parameters()}
+    net.zero_grad()
+    schedule = ScheduleTable(best.build_stages(pipe, 0, "cpu"), 4, table=best.schedule)
+    schedule.step(ids, targets)
+    for name, gradient in expected.items():
+        assert torch.equal(net.get_parameter(name).grad, gradient), name
 
 
 def test_each_rank_gets_the_stages_of_its_plan(net):

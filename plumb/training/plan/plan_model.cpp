@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "plumb/core/cores.h"
 #include "plumb/core/error.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/balance.h"
@@ -40,9 +41,14 @@ class Planner {
                            request_.replicas, " replicas cannot be"),
                   "", c10::str("from 1 to ", kMostPlanRanks, " ranks, and to ", kMostPlanParts, " of the others"));
     }
+    SplitOptions any_cut;
+    choose_multi_use(module_, request_.transmit, any_cut);  // an unknown name is no fault of a cut
     CompareOptions compare;
     compare.memory_limit = request_.memory_limit;
     compare.stages_per_rank = request_.stages_per_rank;
+    planned_.transmit = request_.transmit;
+    const bool here = std::ranges::all_of(module_.state(), [](const Attr& a) { return a.tensor.is_cpu(); });
+    if (here && !request_.estimate) planned_.cores = num_cores();
     bool joint = request_.names.empty();
     for (const std::string& name : request_.names) {
       if (name == kJoint)
@@ -91,7 +97,7 @@ class Planner {
   StageCosts costs_of_named(int stages) {
     std::shared_ptr<Pipe>& pipe = planned_.pipes[stages];
     try {
-      pipe = cut(module_, stages, {}, std::to_string(stages) + " stages");
+      pipe = cut(module_, stages, {.transmit = request_.transmit}, std::to_string(stages) + " stages");
     } catch (const UsageError& e) {
       throw Error(ErrorKind::InvalidArgument, e.message());
     }
@@ -161,6 +167,7 @@ class Planner {
     SplitOptions split;
     split.cut_before = cut_places(module_, estimate_cost(module_), static_cast<size_t>(most) - 1,
                                   static_cast<size_t>(std::clamp(12 * request_.ranks, 48, 256)));
+    choose_multi_use(module_, request_.transmit, split);
     if (split.cut_before.empty()) throw Error(ErrorKind::Partition, "the graph has no place for a cut");
     const auto pieces = pipeline(module_, split);
     say("measuring " + std::to_string(pieces->num_stages()) + " pieces");
@@ -192,7 +199,7 @@ class Planner {
 
   // Times what was found with stages of its own. `values`: where the pieces are cut.
   ScheduleChoice choice_of(const JointResult& found, const PieceCosts& costs, const std::vector<std::string>& values) {
-    CutOptions cuts;
+    CutOptions cuts{.transmit = request_.transmit};
     for (size_t s = 1; s < found.stages.begins.size(); ++s)
       cuts.before.push_back(values[static_cast<size_t>(found.stages.begins[s]) - 1]);
     const int stages = found.schedule.num_stages();
@@ -259,8 +266,14 @@ const ScheduleChoice& PlannedModel::least_memory() const {
 
 PipelinePlan PlannedModel::plan_of(const GraphModule& module, const ScheduleChoice& choice, int replicas) const {
   const auto pipe = pipe_of(choice);
-  PipelinePlan plan{cut_values(module, *pipe),  choice.schedule, joint_recompute,        replicas,
-                    choice.simulation.makespan, choice.memory,   count_operators(module)};
+  PipelinePlan plan{.cut = cut_values(module, *pipe),
+                    .schedule = choice.schedule,
+                    .recompute = joint_recompute,
+                    .transmit = transmit,
+                    .replicas = replicas,
+                    .seconds = choice.simulation.makespan,
+                    .memory = choice.memory,
+                    .operators = count_operators(module)};
   if (choice.name != kJoint) plan.recompute.assign(static_cast<size_t>(pipe->num_stages()), "cheap");
   return plan;
 }
@@ -294,6 +307,9 @@ std::string conclusion(const PlannedModel& planned, const ScheduleChoice& taken,
     text += "; all work, evenly on all ranks, would take " + percent(planned.bound / step) + " of that";
   const auto& busy = taken.simulation.busy;
   if (busy.empty()) return text;
+  if (planned.cores > 0 && taken.schedule.num_ranks() > planned.cores)
+    text += c10::str("; trained on this machine's ", planned.cores, " cores alone: at least ",
+                     short_number(sum(busy) / planned.cores * 1e3), " ms");
   const auto most = std::ranges::max_element(busy);
   if (step > 0 && *most > 0.95 * step)
     text += "; rank " + std::to_string(most - busy.begin()) + " works " + percent(*most / step) + " of it";

@@ -21,6 +21,7 @@ struct PlanRequest {
   std::vector<int> stages_per_rank = {1, 2, 3};
   // Names of schedules, "Searched" and "Joint"; empty: all that are not bidirectional.
   std::vector<std::string> names;
+  std::vector<std::string> transmit;  // as of a PipelinePlan
   StageCostOptions costs;
   bool estimate = false;  // costs from shapes: the model is not run
   int tables = JointOptions().tables;
@@ -34,6 +35,8 @@ struct PlannedModel {
   std::vector<std::string> joint_recompute;    // by stage
   double bound = 0;                            // no step is shorter
   double spread = 0;                           // StageCosts::spread, the largest
+  std::vector<std::string> transmit;           // as asked for
+  int cores = 0;                               // of the machine, if the costs were measured on them; else 0
 
   std::shared_ptr<Pipe> pipe_of(const ScheduleChoice& choice) const;
   // Returns null if no named schedule fits.

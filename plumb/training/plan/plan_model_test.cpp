@@ -50,6 +50,15 @@ TEST(Conclusion, NamesWhatAPlanGains) {
             "0 works 97.0% of it");
 }
 
+TEST(Conclusion, SaysWhatASharedCoreCosts) {
+  PlannedModel made = planned(4, 0.008, 0.006);
+  made.cores = 4;
+  EXPECT_THAT(conclusion(made, made.choices[0]), Not(HasSubstr("cores alone")));
+  made.cores = 2;
+  EXPECT_THAT(conclusion(made, made.choices[0]),
+              HasSubstr("; trained on this machine's 2 cores alone: at least 15.52 ms"));
+}
+
 TEST(Conclusion, ClaimsNoGainOnOneRank) {
   const PlannedModel made = planned(1, 0.008, 0.00799);
   EXPECT_EQ(conclusion(made, made.choices[0]), "Joint: 8 ms a step");

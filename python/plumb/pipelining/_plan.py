@@ -11,10 +11,11 @@ import torch
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from ._sources import Source, SplitPolicy, make_source
+from ._sources import Source, SplitPolicy, make_source, multi_use_arguments
 
 if TYPE_CHECKING:
     from ._IR import CutPipe
+    from ._sources import MultiUseParamSpec
 
 
 class Plan(SplitPolicy):
@@ -28,9 +29,10 @@ class Plan(SplitPolicy):
         schedule = ScheduleTable(best.build_stages(pipe, rank, "cpu"), best.microbatches, loss_fn, table=best.schedule)
 
     Attributes: ``schedule``, the time table; ``cut``, for each stage but the first the value that its first operator
-    makes; ``recompute``, by stage; ``ranks``, ``microbatches``, ``replicas``; ``seconds`` and ``memory``, the predicted
-    time of a step and bytes by rank. After `plan` also ``rows``, a dict for every schedule that was compared;
-    ``conclusion``, a sentence; ``spread``, how far the mean of the measured times is above the least.
+    makes; ``recompute``, by stage; ``transmit``, shared parameters that are sent; ``ranks``, ``microbatches``, ``replicas``;
+    ``seconds`` and ``memory``, the predicted time of a step and bytes by rank. After `plan` also ``rows``, a dict for every
+    schedule that was compared; ``conclusion``, a sentence; ``spread``, how far the mean of the measured times is above the
+    least.
     """
 
     def __init__(self, plan: str | os.PathLike | _C.Plan):
@@ -45,6 +47,7 @@ class Plan(SplitPolicy):
     schedule = property(lambda self: self._plan.schedule)
     cut = property(lambda self: self._plan.cut)
     recompute = property(lambda self: self._plan.recompute)
+    transmit = property(lambda self: self._plan.transmit)
     replicas = property(lambda self: self._plan.replicas)
     seconds = property(lambda self: self._plan.seconds)
     memory = property(lambda self: self._plan.memory)
@@ -53,7 +56,9 @@ class Plan(SplitPolicy):
 
     def cuts(self, source: Source) -> dict[str, Any]:
         _C.check_plan_fits(self._plan.operators, source.engine)
-        return {"before_values": self.cut}
+        sent = self._plan.transmit
+        by_name = {name: True for name in sent if name != "all"}
+        return {"before_values": self.cut, "transmit": "all" in sent, "transmit_by_name": by_name}
 
     def build_stages(self, pipe: CutPipe, rank: int, device: torch.device | str, group: Any = None) -> list[Any]:
         """Returns the stages of a rank, for a schedule to run."""
@@ -96,6 +101,7 @@ def plan(
     replicas: int = 1,
     memory: float | None = None,
     link: tuple[float, float] = (2.0, 50.0),
+    multi_use_param_spec: MultiUseParamSpec | None = None,
     loss: str | Callable[..., torch.Tensor] | None = None,
     stages_per_rank: Sequence[int] = (1, 2, 3),
     schedules: Sequence[str] = (),
@@ -111,6 +117,8 @@ def plan(
         replicas: equal pipelines beside each other.
         memory: bytes that a rank may take, AdamW's state among them. Default: what the quickest named schedule takes.
         link: between ranks: GB a second, and microseconds that a message takes whatever its size. Plan for the slowest.
+        multi_use_param_spec: as for `pipeline`, which takes it from the plan. TRANSMIT keeps the bits of one process where
+            stages share a parameter, and takes its messages.
         loss: of the outputs: a function, "cross_entropy", "mse", "output" (the model returns it) or "none". Default: the
             model's own, else cross_entropy.
         stages_per_rank, schedules: what is compared; see `plumb plan --help`.
@@ -125,11 +133,14 @@ def plan(
         raise Error(f"link is {link!r}", remedy="GB a second, and microseconds a message: link=(2.0, 50.0)")
     if not isinstance(memory, (Real, type(None))):
         raise Error(f"memory is {memory!r}", remedy="a number of bytes, memory=8e9")
+    sent = multi_use_arguments(multi_use_param_spec)
+    transmit = [name for name, whether in sent.get("transmit_by_name", {}).items() if whether]
+    transmit += ["all"] if sent.get("transmit") else []
     source, _ = make_source(module, mb_args, mb_kwargs)
     planned = _C.plan_model(
         source.engine, source.example, ranks=ranks, microbatches=microbatches or 2 * ranks, replicas=replicas,
         memory=memory, loss=loss, link=link, stages_per_rank=list(stages_per_rank),
-        names=list(schedules), estimate=estimate, tables=tables,
+        names=list(schedules), transmit=transmit, estimate=estimate, tables=tables,
     )  # fmt: skip
     made = Plan(planned.plan(take))
     made._planned, made._name = planned, take
