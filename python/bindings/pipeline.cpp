@@ -121,6 +121,7 @@ std::unique_ptr<Pipeline> make_pipeline(const PipeTable& layout, const Schedule&
   options.replicas = shared_group(replicas, timeout);
   options.average_replicas = true;
   options.scale_grads = scale_grads;
+  options.scale_input_grads = false;
   options.return_outputs = false;  // the stages keep them
   options.record_timeline = record_timeline;
   options.check_numerics = check_numerics;
@@ -203,7 +204,8 @@ Register pipeline_part([](py::module_& m) {
       .def(
           "run",
           [](Pipeline& pipeline, const std::vector<Tensors>& inputs, const std::vector<int64_t>& rows, bool train) {
-            train ? pipeline.step_microbatches(inputs, {}, rows) : pipeline.eval_microbatches(inputs, {}, rows);
+            return (train ? pipeline.step_microbatches(inputs, {}, rows) : pipeline.eval_microbatches(inputs, {}, rows))
+                .input_grads;
           },
           FreeGil(), py::arg("inputs"), py::arg("rows"), py::arg("train"))
       .def("driver", &Pipeline::driver, py::keep_alive<0, 1>())

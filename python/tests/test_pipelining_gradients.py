@@ -6,6 +6,7 @@ import pytest
 import torch
 from pipelines import MSE, accumulate, batch, blocks, grads, same, schedule_for
 from plumb.pipelining import PipelineStage, ScheduleLoopedBFS, SplitPoint, pipeline
+from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
 
 import plumb
@@ -20,6 +21,37 @@ def test_inputs_of_the_model_get_their_gradients():
         ours, x.grad = x.grad, None
         accumulate(modules, x, target, 4, scale=False)
         assert torch.equal(ours, x.grad)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
+def test_inputs_and_what_made_them_get_their_gradients(name, cut):
+    modules, before = blocks(2), nn.Linear(8, 8)
+    x, target = batch()
+    x.requires_grad_()
+    if name == "GPipe":
+        modules = [nn.Sequential(*modules)]
+    if cut:
+        pipe = pipeline(nn.Sequential(*modules), (x[:3],), num_stages=len(modules), split_policy="balanced")
+        stages = [pipe.build_stage(s, "cpu") for s in range(pipe.num_stages)]
+        schedule = get_schedule_class(name)(stages[0] if name == "GPipe" else stages, 4, MSE)
+    else:
+        schedule = schedule_for(name, modules, 4)
+    for _ in range(2):
+        schedule.step(before(x), target=target)
+        ours = [t.grad for t in (x, *before.parameters())]
+        x.grad = None
+        before.zero_grad()
+        accumulate([before, *modules], x, target, 4, scale=False)
+        expected = [t.grad for t in (x, *before.parameters())]
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(ours, expected))
+        leaf = before(x).detach().requires_grad_()
+        schedule.step(leaf, target=target)
+        ours, leaf.grad = leaf.grad, None
+        accumulate(modules, leaf, target, 4, scale=False)
+        assert torch.equal(ours, leaf.grad)
+        x.grad = None
+        before.zero_grad()
 
 
 def test_tied_weights_are_summed_over_stages():

@@ -368,7 +368,7 @@ void StepRunner::finish_gradients(StepResult& done) {
   for (auto& [s, stage] : runner_.stages) stage.gradients->finish_step(actions_.is_reduced(s) ? 1 : parts);
   for (auto& grads : done.input_grads) {
     for (auto& g : grads) {
-      if (g.defined() && parts > 1) g = g / parts;
+      if (g.defined() && parts > 1 && setup_.options.scale_input_grads) g = g / parts;
     }
   }
 }

@@ -169,14 +169,17 @@ class _Step:
 
     def __init__(self, run: Run, schedule: Any, args, kwargs, targets, loss_kwargs, keep_outputs, train):
         self.run, self.stages, self.driver, self.schedule = run, run.stages, run.driver, schedule
+        # The model's inputs of stages cut from a graph, by microbatch; None for an input that is not given here.
+        cut = run.stages[0].layout is not None
+        self.model_inputs = [run.stages[0].model_inputs(*given) for given in zip(args, kwargs)] if cut else []
+        self.own_inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # the caller's, and what other stages get in its place
+        if train and not cut:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._own_input, (args, kwargs))
         self.args, self.kwargs, self.targets, self.loss_kwargs = args, kwargs, targets, loss_kwargs
         self.keep_outputs, self.train = keep_outputs, train
         self.context = _PipelineContext(schedule, args, kwargs, targets)
         self.rows = rows_of(args if targets is None else targets)
         self.weights = [n * len(self.rows) / sum(self.rows) for n in self.rows] if schedule.scale_grads else []
-        # The model's inputs of stages cut from a graph, by microbatch; None for an input that is not given here.
-        cut = run.stages[0].layout is not None
-        self.model_inputs = [run.stages[0].model_inputs(*given) for given in zip(args, kwargs)] if cut else []
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.roots: dict[int, torch.Tensor] = {}  # losses, for hooks
@@ -186,6 +189,21 @@ class _Step:
     def names(self) -> dict[int, str]:
         """Names of the parameters of all stages, by id."""
         return names_of(self.stages)
+
+    def _own_input(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:
+            return x
+        own = x.detach().requires_grad_()
+        self.own_inputs.append((x, own))
+        return own
+
+    def pass_gradients_on(self, grads: list[list[torch.Tensor | None]]) -> None:
+        """Goes on backward from the inputs, all microbatches at once: they are parts of what the caller gave, which need not
+        be a leaf. `grads`: those of `model_inputs`."""
+        both = [(x, grad) for xs, gs in zip(self.model_inputs, grads) for x, grad in zip(xs, gs) if grad is not None]
+        both += [(x, own.grad) for x, own in self.own_inputs if own.grad is not None]
+        if both:
+            torch.autograd.backward(*zip(*both))
 
     def arguments(self, stage: _PipelineStageBase, microbatch: int) -> tuple[tuple, dict[str, Any]]:
         return self.args[microbatch], own_arguments(stage, self.stages, self.kwargs[microbatch])
@@ -314,12 +332,13 @@ class Run:
             for stage in self.stages if not self.has_hooks else ():
                 with contextlib.suppress(Exception):  # which the forward raises in its place, so that the other ranks hear of it
                     self._engine_stages[stage.stage_index].graph = stage.graph_alone()
-            self.pipeline.run(step.model_inputs, step.rows, train)
+            grads = self.pipeline.run(step.model_inputs, step.rows, train)
             if train:
                 for stage in self.stages:
                     stage.recomputed = self.pipeline.recomputed(stage.stage_index)
                     if self._replicas is None and stage.stage_index not in self._reduces:
                         stage.reduce_gradients(self._divisor)
+                step.pass_gradients_on(grads)
         except Error as error:
             failure = step.failure
             if failure is None or failure is error:
