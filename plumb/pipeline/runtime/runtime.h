@@ -43,7 +43,7 @@ struct PipelineOptions {
   // added to. Off: gradients are the sum over microbatches.
   bool scale_grads = true;
   bool scale_input_grads = true;  // StepResult::input_grads, too; false: sums, as torch.distributed.pipelining has them
-  bool return_outputs = true;  // step() keeps the outputs of all microbatches and merges them
+  bool return_outputs = true;     // step() keeps the outputs of all microbatches and merges them
   bool record_timeline = false;
   // Called after each of this rank's actions of a step: how many are done, of how many.
   std::function<void(size_t done, size_t total)> progress;

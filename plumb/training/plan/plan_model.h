@@ -36,7 +36,7 @@ struct PlannedModel {
   double bound = 0;                            // no step is shorter
   double spread = 0;                           // StageCosts::spread, the largest
   std::vector<std::string> transmit;           // as asked for
-  int cores = 0;                               // of the machine, if the costs were measured on them; else 0
+  int cores = 0;                               // the machine's, if the costs were measured on them; else 0
 
   std::shared_ptr<Pipe> pipe_of(const ScheduleChoice& choice) const;
   // Returns null if no named schedule fits.
