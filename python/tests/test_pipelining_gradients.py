@@ -54,6 +54,15 @@ def test_inputs_and_what_made_them_get_their_gradients(name, cut):
         before.zero_grad()
 
 
+def test_a_stage_may_begin_in_place_on_an_input_that_requires_a_gradient():
+    before, modules = nn.Linear(8, 8), [nn.Sequential(nn.ReLU(inplace=True), *blocks(1))]
+    x, target = batch()
+    schedule_for("GPipe", modules, 4).step(before(x), target=target)
+    ours, before.weight.grad = before.weight.grad, None
+    MSE(modules[0](before(x)), target).backward()
+    assert torch.allclose(ours, 4 * before.weight.grad, rtol=1e-4)
+
+
 def test_tied_weights_are_summed_over_stages():
     modules = blocks(3)
     modules[2].up.weight = modules[0].up.weight

@@ -195,7 +195,7 @@ class _Step:
             return x
         own = x.detach().requires_grad_()
         self.own_inputs.append((x, own))
-        return own
+        return own.clone()  # a stage may begin with an in-place operator, which no leaf allows
 
     def pass_gradients_on(self, grads: list[list[torch.Tensor | None]]) -> None:
         """Goes on backward from the inputs, all microbatches at once: they are parts of what the caller gave, which need not
