@@ -140,3 +140,56 @@ def test_a_module_that_holds_a_tuple_without_a_length_is_transformed():
     model = Scaled()
     model.irreps = Irreps((1, 2))
     assert torch.equal(plumb.transforms.track_scales(model)(x), model(x))
+
+
+class Features(nn.Module):
+    """Reads what its hooks, which are closures, have stored."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.kept = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(16, 2), {}
+        kept = self.kept
+
+        def store(name):
+            def hook(part, args, output):
+                self.kept[name] = output
+
+            return hook
+
+        def doubled(part, args):
+            kept["before"] = args[0] * 2
+
+        self.body[1].register_forward_hook(store("inner"))
+        self.body[2].register_forward_pre_hook(doubled)
+
+    def forward(self, x):
+        self.body(x)
+        return self.head(torch.cat([self.kept["inner"], self.kept["before"]], -1))
+
+
+def test_a_hook_whose_closure_holds_the_model_writes_into_the_copy():
+    for used_before in (False, True):
+        plain = Features()
+        if used_before:
+            plain(x + 1)
+        tracked = track_scales(plain)
+        y, expected = tracked(x), (eager := Features())(x)
+        assert torch.equal(y, expected)
+        (y.sum() + expected.sum()).backward()
+        for p, q, unused in zip(tracked.parameters(), eager.parameters(), plain.parameters(), strict=True):
+            assert unused.grad is None and (p.grad is q.grad is None or torch.equal(p.grad, q.grad))
+
+
+def test_a_hook_of_a_copy_shares_what_is_no_part_of_the_model():
+    plain, seen, calls = Scaled(), [], 0
+
+    def hook(part, args, output):
+        nonlocal calls
+        calls += 1
+        seen.append(type(part).__name__)
+
+    plain.l.register_forward_hook(hook)
+    module = track_scales(plain)
+    module(x)
+    assert calls == len(seen) > 0

@@ -30,7 +30,7 @@ from .._state import CONSTANT, slot_of, sync_state
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
 from . import _in_graph
-from ._own_copies import keep_transforms
+from ._own_copies import keep_transforms, own_hooks
 from ._tracers import get_name, refuse_compiled, refuse_script
 
 logger = logging.getLogger("plumb.transforms")
@@ -404,6 +404,7 @@ def copy_module(module: nn.Module) -> nn.Module:
         # torch copies parameters of scripted modules by an operator; inference mode would make tensors that do not train
         with torch.inference_mode(False), torch.no_grad():
             copied = copy.deepcopy(module, memo)
+        own_hooks(copied, memo)
     except Exception as error:
         raise Error(
             f"the {type(module).__name__} cannot be copied, and a transform is a copy: {error}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from typing import Any, Callable
 
 import torch
@@ -14,6 +15,38 @@ from .._unit_scaled import is_marked, mark, own_load_hook
 
 # Attributes that a transform adds to a module.
 ADDED = ("forward", "extra_repr", "_get_name", "scales_graph", "_slow_forward", "__deepcopy__", "__reduce_ex__")
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _cell(cell: types.CellType, memo: dict) -> types.CellType:
+    try:
+        held = cell.cell_contents
+    except ValueError:  # it has none
+        return cell
+    copied = _with_copies(held, memo)
+    return cell if copied is held else types.CellType(copied)
+
+
+def _with_copies(held: Any, memo: dict) -> Any:
+    """Returns the copy of an object in the memo of a deep copy; of a function one whose closure holds such copies, if it holds any."""
+    found = memo.get(id(held))
+    if found is not None or not isinstance(held, types.FunctionType) or not held.__closure__:
+        return held if found is None else found
+    memo[id(held)] = held  # while its closure, which may hold it, is looked through
+    cells = tuple(_cell(cell, memo) for cell in held.__closure__)
+    if any(cell is not own for cell, own in zip(cells, held.__closure__, strict=True)):
+        made = types.FunctionType(held.__code__, held.__globals__, held.__name__, held.__defaults__, cells)
+        memo[id(held)] = functools.update_wrapper(made, held)
+        made.__kwdefaults__, made.__dict__ = held.__kwdefaults__, {**held.__dict__}
+    return memo[id(held)]
+
+
+def own_hooks(copied: nn.Module, memo: dict) -> None:
+    """Gives the modules of a deep copy hooks that write into the copy, as torch's copies do with bound methods only."""
+    for module in copied.modules():
+        for hooks in (module.__dict__.get(name) or {} for name in _HOOKS):
+            hooks.update({key: _with_copies(hook, memo) for key, hook in hooks.items()})
 
 
 def _attach(module: nn.Module, attach: Callable[..., None], forward: Any) -> nn.Module:
