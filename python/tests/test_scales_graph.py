@@ -409,3 +409,30 @@ def test_unit_scale_logs_what_it_does(caplog):
     parameters = [t for t in told if t.startswith(("unit scaling weight:", "setting bias"))]
     assert parameters == [t for t in first if t in parameters] and len(parameters) == 3, "each is named once"
     assert any(t.startswith("unconstraining node: gelu") for t in first)
+
+
+class Experts(nn.Module):
+    """Products of an input and weights of several experts, singular values of another input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 5, 8)), nn.Parameter(torch.randn(3, 8, 3))
+
+    def forward(self, x, y):
+        return (torch.tanh(x @ self.up) @ self.down).mean(0) * torch.linalg.svdvals(y)[:3]
+
+
+def test_tracking_changes_no_bit_where_torch_multiplies_otherwise_if_an_input_requires_a_gradient():
+    torch.manual_seed(0)
+    model, x, y = Experts(), torch.randn(4, 5), torch.randn(4, 6)
+    tracked = track_scales(model)
+    for given in ((x, y), (x.clone().requires_grad_(), y)):
+        results = []
+        for module in (model, tracked):
+            module.zero_grad()
+            out = module(*given)
+            (out - 0.5).pow(2).mean().backward()
+            results.append([out, *[p.grad for p in module.parameters()]])
+        assert all(map(torch.equal, *results))
+    measured = {n.name: n.meta["metrics"] for n in tracked.scales_graph().nodes if n.meta.get("metrics")}
+    assert measured["x"].bwd is not None and measured["y"].bwd is None

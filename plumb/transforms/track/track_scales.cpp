@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <unordered_map>
+#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
@@ -35,13 +36,28 @@ bool is_written(const Value* value) {
   });
 }
 
-// Returns the inputs that a mask of attention hangs on. Where it requires a gradient, torch computes attention in
-// another way, with other bits.
-std::set<const Value*> inputs_of_masks(const Graph& graph) {
+// Returns the operand that chooses how torch computes an operator, or null. Where it requires a gradient, the way is
+// another one, with other bits. One that requires a gradient without tracking chooses nothing.
+const Value* choosing_operand(const Node* node) {
+  const Value* operand = nullptr;
+  if (node->is_op("aten::scaled_dot_product_attention")) operand = node->arg("attn_mask").value();
+  for (const char* name : {"aten::linalg_svdvals", "aten::linalg_eigvals", "aten::linalg_eigvalsh"})
+    if (node->is_op(name)) operand = node->arg(0).value();
+  // A batch times a matrix that is trained is one product of matrices.
+  if (node->is_op("aten::matmul") || node->is_op("aten::linalg_matmul")) {
+    const Value *a = node->arg(0).value(), *b = node->arg(1).value();
+    if (!a || !b || !a->meta() || !b->meta()) return nullptr;
+    if (a->meta()->sizes.size() > b->meta()->sizes.size()) std::swap(a, b);
+    if (a->meta()->sizes.size() <= 2 && b->meta()->sizes.size() >= 3) operand = a;
+  }
+  return operand && operand->meta() && operand->meta()->requires_grad ? nullptr : operand;
+}
+
+// Returns the inputs that choosing_operand() hangs on for any node.
+std::set<const Value*> choosing_inputs(const Graph& graph) {
   std::vector<const Value*> left;
   for (const Node* node : graph.nodes()) {
-    if (!node->is_op("aten::scaled_dot_product_attention")) continue;
-    if (const Value* mask = node->arg("attn_mask").value()) left.push_back(mask);
+    if (const Value* operand = choosing_operand(node)) left.push_back(operand);
   }
   std::set<const Value*> seen, inputs;
   while (!left.empty()) {
@@ -60,7 +76,7 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
                      bool every_type = false) {
   Graph& graph = module.graph();
   UninitialisedMemory memory;
-  const std::set<const Value*> in_masks = inputs_of_masks(graph);
+  const std::set<const Value*> choosing = choosing_inputs(graph);
   bool changed = false;
   for (Node* node : graph.nodes()) {
     memory.pass(*node);
@@ -80,7 +96,7 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
       const bool input = node->kind() == NodeKind::Placeholder;
-      const int64_t slot = add_slot(input, input && !in_masks.contains(value));
+      const int64_t slot = add_slot(input, input && !choosing.contains(value));
       Node* track = insert_call(graph, before, kTrack, {value, slot, tracker}, node, value);
       track->result()->rename(graph.unique_name(value->name() + "_tracked"));
       graph.replace_all_uses_with(value, track->result(), track);
