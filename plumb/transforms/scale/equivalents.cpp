@@ -125,8 +125,9 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
 }
 
 // Returns a node that reads a probability or a cosine by its range, with views, picked entries, numbers and powers
-// between them; null if there is none. One minus a probability is the other outcome's.
-const Node* reader_of_range(const Value* value) {
+// between them; null if there is none. One minus a probability is the other outcome's. `returned`: whether the graph's
+// output counts as such a reader.
+const Node* reader_of_range(const Value* value, bool returned) {
   static const std::set<std::string_view> readers = {"aten::binary_cross_entropy",
                                                      "aten::bernoulli",
                                                      "aten::bernoulli_",
@@ -141,13 +142,14 @@ const Node* reader_of_range(const Value* value) {
   static const std::set<std::string_view> maps = {"aten::mul", "aten::div", "aten::neg", "aten::pow", "aten::square"},
                                           picks = {"aten::gather", "aten::index", "aten::index_select"};
   for (const Use& use : value->uses()) {
+    if (returned && use.user->kind() == NodeKind::Output) return use.user;
     if (!use.user->is_call()) continue;
     if (readers.count(use.user->op_name())) return use.user;
     const bool by_number = maps.count(use.user->op_name()) && use.user->inputs().size() == 1;
     const bool picked = use.index == 0 && picks.count(use.user->op_name());
     if (!by_number && !picked && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;
     for (const Value* result : use.user->results()) {
-      if (const Node* found = reader_of_range(result)) return found;
+      if (const Node* found = reader_of_range(result, returned)) return found;
     }
   }
   return nullptr;
@@ -185,8 +187,11 @@ std::optional<std::string> why_not(const Node* node) {
   if (const Arg* divisor = node->try_arg("divisor_override"); divisor && !divisor->is_none())
     return "it has a divisor of its own";
   if (name == "aten::sigmoid" || name == "aten::tanh" || name == "aten::softmax" || name == "aten::_softmax") {
-    if (const Node* reader = reader_of_range(node->result()))
-      return std::string(reader->op_name()) + " reads it by its range";
+    // A model that returns a sigmoid returns a probability, a place in a picture and the like, which its loss takes as
+    // such.
+    const Node* reader = reader_of_range(node->result(), name == "aten::sigmoid");
+    if (reader != nullptr)
+      return reader->is_call() ? std::string(reader->op_name()) + " reads it by its range" : "the model returns it";
   }
   for (const Arg& arg : node->args()) {
     if (!arg.is_constant() || !arg.constant().isTensor()) continue;
