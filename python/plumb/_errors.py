@@ -49,4 +49,8 @@ class Error(RuntimeError):
         return getattr(ErrorKind, self._kind)  # the one object of this kind, so that `is` holds
 
 
+class InvalidType(Error, TypeError):
+    """An argument of a type that makes no sense."""
+
+
 _C.set_error_class(Error)  # what the engine throws becomes one of these

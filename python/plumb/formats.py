@@ -14,10 +14,12 @@ from typing import Any, Optional, Tuple
 from torch import Tensor
 
 from . import _C
+from ._arguments import checked
 from ._errors import Error
 from ._ops import ops
 
 
+@checked
 @dataclass
 class FPFormat:
     """A floating-point format of one sign bit and these many exponent and mantissa bits.

@@ -14,6 +14,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from typing_extensions import TypeGuard
 
 from . import _C
+from ._arguments import checked
 
 MupType = Literal["weight", "bias", "norm", "output"]
 
@@ -46,6 +47,7 @@ def Parameter(data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] 
     return tag_parameter(nn.Parameter(data), mup_type, mup_scaling_depth)
 
 
+@checked
 def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
     """Tags a parameter that exists already, and returns it."""
     if mup_type not in get_args(MupType):

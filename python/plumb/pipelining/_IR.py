@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _C
+from .._arguments import checked
 from .._capture.custom_functions import refuse_holders
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
@@ -422,6 +423,7 @@ def _rebuild(
     return CutPipe(engine, source, loss, arguments, variants).train(training)
 
 
+@checked
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...] = (),

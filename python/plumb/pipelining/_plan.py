@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _C
+from .._arguments import checked
 from .._errors import Error, ErrorKind
 from ._sources import Source, SplitPolicy, make_source, multi_use_arguments
 
@@ -91,6 +92,7 @@ class Plan(SplitPolicy):
         return f"<Plan: {table.name}, {table.num_stages} stages on {self.ranks} ranks, {self.microbatches} microbatches>"
 
 
+@checked
 def plan(
     module: Any,
     mb_args: tuple[Any, ...] = (),

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
+from .._arguments import checked
 from .._capture.forward import capture_engine, keyword_order, positional_names
 from .._capture.guards import Guards
 from .._errors import Error, ErrorKind
@@ -302,6 +303,7 @@ class SplitPolicy(ABC):
     def cuts(self, source: Source) -> dict[str, Any]: ...
 
 
+@checked
 @dataclass
 class Balanced(SplitPolicy):
     """Cuts so that the slowest stage is as fast as can be, by dynamic programming over all places.

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
+from .._errors import InvalidType as InvalidType
 from .._trees import check_layouts, check_plain_inputs, differences, flatten
 from ..formats import FPFormat, format_text
 
@@ -23,10 +24,6 @@ class InvalidSchedule(Error, AssertionError):
 
 class InvalidValue(Error, ValueError):
     """An argument with a value that makes no sense."""
-
-
-class InvalidType(Error, TypeError):
-    """An argument of a type that makes no sense."""
 
 
 class PipeliningMetadataError(Error):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import _C
+from .._arguments import checked
 from .._graph_module import GraphModule
 from .._state import own_parameters
 from .._unit_scaled import mark_state_dict, unmark
@@ -35,6 +36,7 @@ def _show_tags(module: GraphModule) -> bool:
     return any(map(has_parameter_data, module.parameters()))
 
 
+@checked
 def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None = None) -> list[PassResult]:
     """Runs passes on a graph in place, in order: ``run_passes(plumb.capture(net, x), "dead_code", "optimise,fuse=true")``.
 

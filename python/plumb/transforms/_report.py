@@ -10,6 +10,7 @@ from typing import Any, Callable
 from torch import nn
 
 from .. import _C
+from .._arguments import checked
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import sync_state
@@ -107,6 +108,7 @@ class ScaleCauses(list[dict[str, Any]]):
         return "".join(cause["text"] for cause in self)
 
 
+@checked
 def scale_causes(module: nn.Module, low: float = 0.25, high: float = 4.0) -> ScaleCauses:
     """Explains which tensors of a tracked module have a standard deviation outside of [low, high], and why.
 

@@ -10,6 +10,7 @@ from typing import Sequence
 from torch import Tensor, nn
 
 from .. import _C
+from .._arguments import checked
 from .._errors import Error
 from .._state import BUFFER
 from ..formats import FPFormat, format_text
@@ -95,6 +96,7 @@ def _give_state(module: nn.Module, name: str, state: Tensor) -> None:
         sub.register_buffer(leaf, state)
 
 
+@checked
 def use_fp8(
     module: Module,
     fwd_format: FPFormat | str = "e4m3fn",

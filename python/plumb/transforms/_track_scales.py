@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _C, functional
+from .._arguments import checked
 from .._errors import Error, ErrorKind
 from .._fx import find_operator, path, placeholder
 from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, forward_of, logger
@@ -256,6 +257,7 @@ class TrackedModule(nn.Module):
         raise NotImplementedError("a module is tracked by plumb.transforms.track_scales(module)")
 
 
+@checked
 def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule:
     """Returns a copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
 
@@ -268,6 +270,7 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule
     return cast(TrackedModule, apply_pass(module, Pass("track_scales", TrackScalesPass(histogram), methods=methods)))
 
 
+@checked
 class ScaleTrackingBackend(PassBackend):
     """`track_scales` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for ``torch.compile(backend=...)``.
     ``graph`` is the scales graph of what ran last through it."""
@@ -399,6 +402,7 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
     return _pruned(graph, "non_float", "pruning non-float node: %s")
 
 
+@checked
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
     """Returns a copy without nodes whose one float input has the same scale (mean absolute value, forward and backward)
     within `rtol`. Nodes that were not measured stay."""

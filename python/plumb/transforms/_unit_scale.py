@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._arguments import checked
 from .._capture.replacements import is_operator, is_torch_function
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
@@ -254,6 +255,7 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
     run.note_owners(module, [name for name, kind in scaled if kind == "weight"])
 
 
+@checked
 def unit_scale(
     module: Module,
     replace: Mapping[Callable[..., Any] | str, Callable[..., Any] | str] = {},  # noqa: B006 (never written)
