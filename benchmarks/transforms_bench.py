@@ -385,9 +385,15 @@ def main(args: list[str]) -> None:
         "large": lambda: large(10_000 if quick else 100_000),
         "resident": lambda: resident(only),
     }
-    for name, part in parts.items():
-        if not chosen or name in chosen:
-            part()
+    taken = [name for name in parts if not chosen or name in chosen]
+    if only:
+        cases = {"steps": [*variants()], "models": [*small_models()], "resident": ["eager", *variants()]}
+        known = [case for name in taken for case in cases.get(name, ())]
+        if unknown := set(only) - set(known):
+            sys.exit(f"--only={','.join(sorted(unknown))}: no case of these parts\n  try: {', '.join(dict.fromkeys(known))}")
+        taken = [name for name in taken if set(only) & set(cases.get(name, ()))]
+    for name in taken:
+        parts[name]()
 
 
 if __name__ == "__main__":

@@ -50,4 +50,6 @@ def figures(commit: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     print(tables.table(HEAD, [figures(commit) for commit in sys.argv[1:] or ["HEAD"]]))
