@@ -44,7 +44,7 @@ constexpr std::pair<std::string_view, std::string_view> kOtherNames[] = {
 [[noreturn]] void bad_format(std::string_view text, std::string why) {
   throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is not a number format: " + std::move(why), "",
               "write E<exponent bits>M<mantissa bits> or one of " + standard_format_names() +
-                  ", then -RN, -SR, -SR<bits> or -RZ");
+                  ", then -RN, -SR, -SR<bits> or -RZ, then -sat or -inf");
 }
 
 // The whole of `text` as a number, or -1.
