@@ -46,7 +46,7 @@ bool holds_nothing(const std::filesystem::path& path) {
     if (std::filesystem::file_size(path) == 0) return true;
     const History old = read_history(path);
     return old.steps.empty() && old.hashes.empty() && old.scalars.empty() && old.events.empty() && old.torn_bytes == 0;
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     return false;
   }
 }
@@ -112,7 +112,12 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append, std
   }
 }
 
-HistoryWriter::~HistoryWriter() { close(file_); }
+HistoryWriter::~HistoryWriter() {
+  // A recorder that is refused (its rules fit nothing, say) leaves no file behind.
+  if (std::error_code error; std::uncaught_exceptions() > 0 && written_ == 0 && holds_nothing(path_))
+    std::filesystem::remove(path_, error);
+  close(file_);
+}
 
 void HistoryWriter::fail(const std::string& reason) const { refuse(path_, reason, 0); }
 

@@ -411,7 +411,8 @@ TEST_F(Recording, ARuleThatFitsNothingIsRefusedWithTheNamesThereAre) {
   EXPECT_THAT(
       message_of([&] { Recorder(*module, RecordRules::parse("[[rule]]\noperator = \"linear\"", "r.toml"), file()); }),
       AllOf(HasSubstr("operator = \"linear\""), HasSubstr("aten::linear")));
-  // The files of refused recorders do not get in the way; a file of another kind is left alone.
+  // Refused recorders leave no files; a file of another kind is left alone.
+  EXPECT_FALSE(std::filesystem::exists(file()));
   EXPECT_NO_THROW(Recorder(*module, RecordRules::everything(), file()));
   spill(file("other"), "mine");
   EXPECT_THAT(message_of([&] { Recorder(*module, RecordRules::everything(), file("other")); }),
