@@ -103,7 +103,7 @@ void add_import(CLI::App& app) {
       "import", "Makes a .pt2 file of a folder of transformers (Python's package), without loading its weights");
   sub->add_option("FOLDER", o->folder, "With config.json, and safetensors or the config alone. No code in it is run")
       ->required();
-  sub->add_option("-o,--output", o->output, "The .pt2 file")->required();
+  sub->add_option("-o,--out,--output", o->output, "The .pt2 file")->required();
   sub->add_option("--batch", o->batch, "Rows of the inputs")->check(whole_number(1, 1 << 20))->capture_default_str();
   sub->add_option("--length", o->length, "Tokens of a row (default: the config's longest, at most 2048)")
       ->check(whole_number(1, 1 << 24));

@@ -156,6 +156,16 @@ TEST_F(Options, HelpOfACommandIsItsHelp) {
   wrong("help trian", "no command 'trian'");
 }
 
+TEST_F(Options, EveryCommandThatWritesAResultTakesItsNameAlike) {
+  for (const std::string command : {"import", "opt", "plan", "run", "scale", "show", "split", "track", "verdict"})
+    EXPECT_NE(plumb("help " + command).out.find("\n  -o,--out"), std::string::npos) << command;
+  EXPECT_NE(plumb("help import").out.find("--output"), std::string::npos);  // its first spelling
+}
+
+TEST_F(Options, HelpOfDataSaysHowAnEvaluationReadsIt) {
+  EXPECT_NE(plumb("help eval").out.find("an evaluation takes each once, in order"), std::string::npos);
+}
+
 TEST_F(Options, SaysWhichCommandOrOptionWasMeant) {
   wrong("trian lm.pt2", "no command 'trian'\n  try: plumb train, or plumb --help");
   wrong("xyzzy", "no command 'xyzzy'\n  try: plumb --help");

@@ -79,7 +79,7 @@ void add_verdict(CLI::App& app) {
       ->check(whole_number(1, 1000))
       ->capture_default_str();
   sub->add_option("--html", o->html, "A page of it");
-  sub->add_option("-o", o->out, "A file of the recipe it ends with, for plumb train --formats; - prints it");
+  sub->add_option("-o,--out", o->out, "A file of the recipe it ends with, for plumb train --formats; - prints it");
   sub->add_flag(
       "--json", o->json,
       "{conclusion, recipes: [{recipe, backward, drift, forward, score, verdict, sentence, last, remedied, file, "

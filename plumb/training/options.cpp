@@ -44,9 +44,10 @@ std::vector<TrainField> data_fields() {
        "The folder with the safetensors of a program that plumb import made; each rank reads what its stages hold "
        "(default: the folder that was imported)"},
       {"data", &O::data,
-       "Tokens: raw ones (every other name), a .npy or .safetensors of one whole-number tensor, or a folder of such "
-       "files; or a .pt, .npy or .safetensors of the inputs, one row a sample (several: by name, or a list or tuple). "
-       "Rows, or windows of tokens, are drawn without repetition until all have been"},
+       "Tokens: a .npy or .safetensors of one whole-number tensor, raw ones (a file of any other name), or a folder of "
+       "such files. Or inputs, one row a sample: a .pt, .npy or .safetensors (several: by name, or a list or tuple). "
+       "Training draws rows, or windows of tokens, without repetition until all have been; an evaluation takes each "
+       "once, in order"},
       {"data-pattern", &O::data_pattern, "Files of a folder to read, by their path in it: '*.py'"},
       field("token-type", &O::token_type, "Type of raw tokens: u8, u16 or i32", Choices{"u8", "u16", "i32"}, kSameRun),
       {"targets", &O::targets,
