@@ -42,8 +42,9 @@ def checked(function: _Checked) -> _Checked:
                 continue
             default = parameters[name].default
             left_out = "" if default is inspect.Parameter.empty else f", or leave it out: {default!r}"
+            called = function if run is function else type(args[0])  # perhaps a class that is derived from this one
             raise InvalidType(
-                f"{name} of {function.__name__}() is {reprlib.repr(value)}, not {kind}", remedy=f"{kind}{left_out}"
+                f"{name} of {called.__name__}() is {reprlib.repr(value)}, not {kind}", remedy=f"{kind}{left_out}"
             )
         return run(*args, **kwargs)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from ._arguments import checked
 from ._errors import Error
 from .transforms._apply import CapturedGraph, Pass, TransformedForward, attach_passes, forward_of, own_forward
 from .transforms._own_copies import forget_transforms, keep_transforms
@@ -47,6 +48,7 @@ class _RecordedForward(TransformedForward):
         return TransformedForward, (self.module, self.passes_to_copy(), self.own)
 
 
+@checked
 class Recorder:
     """Records a module while it trains, as rules say, into a history on disk.
 

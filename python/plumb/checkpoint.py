@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from ._arguments import checked
 from ._C import Checkpoint
 from ._errors import Error, ErrorKind
 from ._unit_scaled import MARK
@@ -156,6 +157,7 @@ def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tupl
     return tensors, {"groups": groups, "values": values}
 
 
+@checked
 class Writer:
     """Writes checkpoints of a run into `folder`, by default while training goes on.
 
@@ -261,6 +263,7 @@ class Writer:
         self.close()
 
 
+@checked
 def save(
     folder: str | os.PathLike,
     model: Model,

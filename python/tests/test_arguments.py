@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 from plumb.formats import FPFormat
-from plumb.pipelining import Balanced, pipeline
+from plumb.pipelining import Balanced, ScheduleGPipe, pipeline, split_into_equal_size
 from torch import nn
 
 import plumb
@@ -28,6 +28,11 @@ WRONG = [
     (lambda: plumb.Parameter(torch.ones(2), "weight", "x"), "mup_scaling_depth of tag_parameter() is 'x', not a whole number", "None"),
     (lambda: pipeline(net(), (torch.ones(2, 8),), num_stages="x"), "num_stages of pipeline() is 'x', not a whole number", "None"),
     (lambda: plumb.pipelining.plan(net(), (torch.ones(2, 8),), ranks="x"), "ranks of plan() is 'x', not a whole number", None),
+    (lambda: plumb.pipelining.PipelineStage(net(), "x", 1, "cpu"), "stage_index of PipelineStage() is 'x', not a whole number", None),
+    (lambda: ScheduleGPipe(pipeline(net(), (torch.ones(2, 8),)).build_stage(0, "cpu"), 2.0), "n_microbatches of ScheduleGPipe() is 2.0, not a whole number", None),
+    (lambda: plumb.checkpoint.Writer("x", keep_last="x"), "keep_last of Writer() is 'x', not a whole number", "2"),
+    (lambda: plumb.Recorder(net(), 1, "x.history", append="x"), "append of Recorder() is 'x', not True or False", "False"),
+    (lambda: split_into_equal_size("x"), "nstages of split_into_equal_size() is 'x', not a whole number", "1"),
     (lambda: Balanced(2, repeats="x"), "repeats of Balanced() is 'x', not a whole number", "5"),
 ]  # fmt: skip
 

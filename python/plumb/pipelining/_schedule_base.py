@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .._arguments import checked
 from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _check, _row, _schedule, _table, _validate_schedule
 from ._run import CustomFunctions, Run, group_timeout, prepare_own
@@ -269,6 +270,7 @@ def compute_actions(actions: Table, others: Container = ()) -> Table:
     }
 
 
+@checked
 class PipelineScheduleSingle(_PipelineSchedule):
     """Schedules with one stage a rank."""
 
@@ -303,6 +305,7 @@ def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedul
             )
 
 
+@checked
 class PipelineScheduleMulti(_PipelineSchedule):
     """Schedules with any number of stages a rank.
 

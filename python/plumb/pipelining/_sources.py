@@ -336,6 +336,7 @@ class Balanced(SplitPolicy):
         return {"before_ops": before} if before else {"before_values": []}
 
 
+@checked
 @dataclass
 class split_into_equal_size(SplitPolicy):
     """So many stages of about the same size of parameters and buffers."""
@@ -346,6 +347,7 @@ class split_into_equal_size(SplitPolicy):
         return {"before_values": _C.cuts_of_equal_size(source.engine, self.nstages)}
 
 
+@checked
 @dataclass
 class split_on_size_threshold(SplitPolicy):
     """Cuts into stages of at most this many bytes of parameters and buffers; one operator's own may be more."""

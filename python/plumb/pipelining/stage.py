@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
+from .._arguments import checked
 from .._errors import Error, ErrorKind
 from ._chunks import ChunkSteps
 from ._stage_module import Sizes, StageModule, at_sizes
@@ -316,6 +317,7 @@ class _PipelineStageBase(ChunkSteps):
         return [(name, p) for name, p in self.named_parameters() if id(p) not in owned]
 
 
+@checked
 class PipelineStage(_PipelineStageBase):
     """A module as a stage of a pipeline whose stages follow each other.
 
