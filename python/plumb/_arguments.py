@@ -43,9 +43,8 @@ def checked(function: _Checked) -> _Checked:
             default = parameters[name].default
             left_out = "" if default is inspect.Parameter.empty else f", or leave it out: {default!r}"
             called = function if run is function else type(args[0])  # perhaps a class that is derived from this one
-            raise InvalidType(
-                f"{name} of {called.__name__}() is {reprlib.repr(value)}, not {kind}", remedy=f"{kind}{left_out}"
-            )
+            message = f"{name} is {reprlib.repr(value)}, not {kind}"
+            raise InvalidType(message, where=f"{called.__name__}()", remedy=f"{kind}{left_out}")
         return run(*args, **kwargs)
 
     if not isinstance(function, type):

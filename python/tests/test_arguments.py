@@ -41,7 +41,9 @@ WRONG = [
 def test_an_argument_of_another_type_is_named_with_its_value_and_a_remedy(call, said, default):
     with pytest.raises(plumb.Error) as raised:
         call()
-    assert isinstance(raised.value, TypeError) and raised.value.message == said
+    name, of, function = said.partition(" is ")[0].partition(" of ")
+    assert isinstance(raised.value, TypeError) and raised.value.message == said.replace(of + function, "", 1)
+    assert raised.value.where == function
     kind = said.rpartition("not ")[2]
     assert raised.value.remedy == (kind if default is None else f"{kind}, or leave it out: {default}")
 

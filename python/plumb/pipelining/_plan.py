@@ -133,8 +133,6 @@ def plan(
     """
     if not (isinstance(link, (tuple, list)) and len(link) == 2 and all(isinstance(number, Real) for number in link)):
         raise Error(f"link is {link!r}", remedy="GB a second, and microseconds a message: link=(2.0, 50.0)")
-    if not isinstance(memory, (Real, type(None))):
-        raise Error(f"memory is {memory!r}", remedy="a number of bytes, memory=8e9")
     sent = multi_use_arguments(multi_use_param_spec)
     transmit = [name for name, whether in sent.get("transmit_by_name", {}).items() if whether]
     transmit += ["all"] if sent.get("transmit") else []
