@@ -29,9 +29,8 @@ from .._errors import Error, ErrorKind
 from .._state import CONSTANT, slot_of, sync_state
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
-from . import _in_graph
+from . import _tracers
 from ._own_copies import keep_transforms, own_hooks
-from ._tracers import get_name, refuse_compiled, refuse_script
 
 logger = logging.getLogger("plumb.transforms")
 
@@ -131,7 +130,7 @@ class TransformedForward:
         self._asks_grad_mode = False
         self._told_variants = False
         self.last: CapturedGraph | None = None
-        self.handle = _in_graph.register(self)
+        self.handle = _tracers.register(self)
 
     @property
     def __code__(self) -> Any:
@@ -140,7 +139,7 @@ class TransformedForward:
 
     @property
     def __globals__(self) -> dict:
-        refuse_script(self.module)
+        _tracers.refuse_script(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -262,7 +261,7 @@ class TransformedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _in_graph.call(self.handle, self.module, args, kwargs)
+            return _tracers.call(self.handle, self.module, args, kwargs)
         if _C.is_capturing():
             leaves, spec = flatten((args, kwargs))
             args, kwargs = unflatten([as_given(x) for x in leaves], spec)
@@ -442,7 +441,7 @@ def own_forward(module: nn.Module) -> tuple | None:
     return None if forward is None else (forward.__func__ if bound else forward, bound)
 
 
-_METHODS = (("extra_repr", _extra_repr), ("_get_name", get_name))
+_METHODS = (("extra_repr", _extra_repr), ("_get_name", _tracers.get_name))
 
 
 def attach_passes(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
@@ -458,7 +457,7 @@ def apply_pass(module: Module, new: Pass) -> Module:
     that must follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
-    refuse_compiled(module)
+    _tracers.refuse_compiled(module)
     refuse_modules(module, with_root=False)
     compiled = module._compiled_call_impl is not None
     known = forward_of(module)
