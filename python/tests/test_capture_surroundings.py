@@ -185,6 +185,14 @@ def test_torch_cond_gets_a_graph_for_each_answer_and_one_graph_alone_refuses_it(
     assert caught.value.kind is plumb.ErrorKind.DataDependent and "test_capture_surroundings.py" in caught.value.where
 
 
+def test_a_branch_of_torch_cond_that_is_not_taken_has_no_gradient_as_behind_an_if():
+    net = Net(lambda m, x: torch.cond(x.sum() > 0, lambda x: m.layer(x), lambda x: m.other(x), (x,)))
+    net.other = nn.Linear(4, 4)
+    tracked = track_scales(net)
+    tracked(torch.ones(3, 4)).sum().backward()
+    assert tracked.other.weight.grad is None and tracked.layer.weight.grad is not None
+
+
 def test_torch_while_loop_is_unrolled_where_its_length_is_known():
     check(Net(by_loop), torch.randn(3, 4))
 
