@@ -247,8 +247,10 @@ TEST_F(Command, SendsParametersThatItIsToldToTransmit) {
     return Json::parse(read(folder() / "tied" / "manifest.json"))["stages"][1]["parameters"].dump();
   };
   EXPECT_NE(stage_parameters("").find("weight"), std::string::npos) << "a copy";
-  EXPECT_EQ(stage_parameters("--transmit all").find("weight"), std::string::npos) << "an input";
+  for (const std::string name : {"all", "wte.weight", "head.weight"})  // tied: one parameter by two names
+    EXPECT_EQ(stage_parameters("--transmit " + name).find("weight"), std::string::npos) << "an input with " << name;
   wrong("split tied.pt2 --at head -o tied --transmit no.such", "--transmit no.such");
+  wrong("split dict.pt2 --at fc -o tied --transmit norm.running_mean", "no parameter of that name");
   const std::string train = "train tied.pt2 --data tokens.bin --steps 3 --microbatches 2 --threads 1 --json ";
   const auto whole = training(plumb(train)).losses;
   const auto cut = training(plumb(train + "--stages 2 --at head --transmit all")).losses;

@@ -41,7 +41,7 @@ class Cutter {
     std::unordered_set<std::string> has_attr;
   };
 
-  void check_names() const;
+  void read_names();
   bool transmits(const std::string& name) const;
   void unify_transmitted();
   void find_owners();
@@ -65,26 +65,30 @@ class Cutter {
   Assignment a_;
   std::optional<MemorySets> memory_;
   std::vector<Draft> drafts_;
-  std::unordered_map<const Value*, size_t> input_index_;  // placeholder's value -> flat input
-  std::unordered_map<const Value*, int> owner_;           // transmitted parameter -> stage
-  std::vector<std::vector<const Value*>> exports_;        // by stage, in port order
+  std::unordered_map<const Value*, size_t> input_index_;        // placeholder's value -> flat input
+  std::unordered_map<const Value*, int> owner_;                 // transmitted parameter -> stage
+  std::unordered_map<const c10::TensorImpl*, MultiUse> named_;  // multi_use_by_name, by tensor
+  std::vector<std::vector<const Value*>> exports_;              // by stage, in port order
   std::unordered_map<const Value*, size_t> port_;
   PipeTable table_;
 };
 
-void Cutter::check_names() const {
+void Cutter::read_names() {
   for (const auto& [name, use] : options_.multi_use_by_name) {
     if (module_.state().get(name).kind != AttrKind::Parameter) {
       throw Error(ErrorKind::UnknownName, "'" + name + "' is no parameter, but multi_use_by_name names it");
     }
+    named_[impl_of(module_.state(), name)] = use;
   }
 }
 
 bool Cutter::transmits(const std::string& name) const {
   const Attr* attr = module_.state().find(name);
   if (!attr || attr->kind != AttrKind::Parameter) return false;
-  auto it = options_.multi_use_by_name.find(name);
-  return (it == options_.multi_use_by_name.end() ? options_.multi_use : it->second) == MultiUse::Transmit;
+  const auto own = options_.multi_use_by_name.find(name);
+  if (own != options_.multi_use_by_name.end()) return own->second == MultiUse::Transmit;
+  const auto tied = named_.find(impl_of(module_.state(), name));
+  return (tied == named_.end() ? options_.multi_use : tied->second) == MultiUse::Transmit;
 }
 
 // One get_attr node for every parameter that may be sent, tied names too: it is one value with one owner.
@@ -322,7 +326,7 @@ std::vector<Pipe::Origin> Cutter::origins() const {
 }
 
 std::shared_ptr<Pipe> Cutter::cut() {
-  check_names();
+  read_names();
   module_.lint();
   rename_after_writes(graph_);
   unify_transmitted();

@@ -51,7 +51,9 @@ struct SplitOptions {
   std::function<int(const Node&)> policy;
 
   MultiUse multi_use = MultiUse::Replicate;
-  std::map<std::string, MultiUse> multi_use_by_name;  // full parameter names; stronger than multi_use
+  // By full parameter name; stronger than multi_use. A tied parameter's name counts for its others, unless they are
+  // given.
+  std::map<std::string, MultiUse> multi_use_by_name;
 
   AtConflict at_conflict = AtConflict::MoveCut;
 

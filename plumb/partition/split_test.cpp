@@ -67,8 +67,11 @@ TEST(Split, TiedWeightsAreTransmittedOnRequest) {
   EXPECT_FALSE(pipe->stage(2)->state().contains("head.weight"));
   EXPECT_EQ(pipe->stage_inputs(2)[1].source.stage, 0);
   options = {};
-  options.multi_use_by_name = {{"tok.weight", MultiUse::Transmit}, {"head.weight", MultiUse::Transmit}};
-  expect_equals_whole(*gpt(2, true, true), options, gpt_inputs(), 3);
+  for (const char* name : {"tok.weight", "head.weight"}) {  // each of its names is the parameter's
+    options.multi_use_by_name = {{name, MultiUse::Transmit}};
+    pipe = expect_equals_whole(*gpt(2, true, true), options, gpt_inputs(), 3);
+    EXPECT_TRUE(pipe->replicated_params().empty()) << name;
+  }
   options.multi_use_by_name = {{"tk.weight", MultiUse::Transmit}};
   EXPECT_THAT(message_of([&] { pipeline(*gpt(1, true, true), options); }), HasSubstr("'tk.weight'"));
 }

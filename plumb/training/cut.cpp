@@ -23,7 +23,8 @@ void choose_multi_use(const GraphModule& module, const std::vector<std::string>&
       options.multi_use = MultiUse::Transmit;
       continue;
     }
-    if (!module.state().contains(name)) {
+    const Attr* attr = module.state().find(name);
+    if (attr == nullptr || attr->kind != AttrKind::Parameter) {
       throw UsageError("--transmit " + name + ": the program has no parameter of that name",
                        "a name that `plumb show FILE` prints, or all");
     }
