@@ -67,7 +67,7 @@ class Shared(nn.Module):
         self.encoder, self.decoder = (nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]) for _ in range(2))
 
     def forward(self, ids, targets):
-        x = self.decoder(self.table(targets) + self.encoder(self.table(ids)).mean(1, keepdim=True))
+        x = self.decoder(self.encoder(self.table(ids)).mean(1, keepdim=True) + self.table(targets))
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
@@ -83,6 +83,8 @@ def test_a_plan_that_transmits_a_shared_parameter_trains_with_the_bits_of_the_mo
     pipe = pipeline(net, (ids[:2], targets[:2]), split_policy=best, output_loss_value_spec=True)
     holders = [s for s in range(4) if any("table" in name for name, _ in pipe.get_stage_module(s).named_parameters())]
     assert len(holders) == 1 and not pipe.replicated_params
+    copied = pipeline(net, (ids[:2], targets[:2]), split_policy=best, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+    assert copied.replicated_params, "as asked for, whatever the plan says"
     for a, b in zip(ids.chunk(4), targets.chunk(4)):
         (net(a, b) / 4).backward()
     expected = {name: p.grad for name, p in net.named_parameters()}

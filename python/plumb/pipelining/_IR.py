@@ -402,6 +402,8 @@ def _cut(
     elif spec:
         where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
     plain = None if loss is None else plain_loss_spec(loss, source.module._out_spec)
+    if multi_use is not None:  # stands in the place of what a plan says
+        where = {name: value for name, value in where.items() if not name.startswith("transmit")}
     arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
     arguments |= {"wire": wire_texts(wire), "wire_exclude": list(wire_exclude)}
     pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)
@@ -449,7 +451,7 @@ def pipeline(
             `split_into_equal_size`, `split_on_size_threshold`, `StagePolicy`), or "balanced", "estimated", "equal_size".
         num_stages: for policies by name; else checked, if given.
         multi_use_param_spec: the treatment of a parameter that several stages use, for all or by full name. Default:
-            REPLICATE.
+            the plan's, else REPLICATE.
         output_loss_value_spec: the outputs' structure with True for the loss and False elsewhere; "auto" for an output
             "loss". The pipe then has a backward.
         wire: ``("e4m3fn", "e5m2")``: formats of what crosses between stages, values and their gradients; ``"none"`` for
