@@ -25,7 +25,7 @@ void check_verdict(const TrainOptions& o, const TrainJob& job) {
   }
   if (o.processes() > 1 || job.schedule.num_stages() > 1) {
     throw UsageError("--verdict: is measured on a model in one part",
-                     "plumb verdict FILE before the training, or --stages 1 --data-parallel 1");
+                     "plumb verdict FILE before the training, or --stages 1 --data-parallel 1 without --plan");
   }
   used_by("--verdict", [&] { Verdict(*job.pipe->stage(0), verdict_options(o)); });
 }
