@@ -82,7 +82,9 @@ Register plan_part([](py::module_& m) {
       .def_readonly("memory", &PipelinePlan::memory)
       .def("json", [](const PipelinePlan& plan) { return to_json(plan); })
       .def("save",
-           [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); });
+           [](const PipelinePlan& plan, const std::string& path) { write_file_atomically(path, to_json(plan)); })
+      .def(py::pickle([](const PipelinePlan& plan) { return to_json(plan); },
+                      [](const std::string& text) { return parse_plan(text, "a pickled plan"); }));
   m.def("read_plan", &read_plan, py::arg("path"));
   m.def("check_plan_fits", &check_plan_fits, py::arg("operators"), py::arg("module"));
   py::class_<PythonPlanned>(m, "PlannedModel", "Every schedule that was compared for a model.")

@@ -1,5 +1,7 @@
 """Plans of pipelines from Python: made, kept in a file, and run."""
 
+import pickle
+
 import pytest
 import torch
 from plumb.pipelining import MultiUseParameterConfig, Plan, pipeline, plan
@@ -78,8 +80,8 @@ def test_a_plan_that_transmits_a_shared_parameter_trains_with_the_bits_of_the_mo
     best = plan(net, (ids[:2], targets[:2]), ranks=1, microbatches=4, stages_per_rank=[4], take="InterleavedZeroBubble", loss="output",
                 schedules=["InterleavedZeroBubble"], multi_use_param_spec=sent, estimate=True)  # fmt: skip
     best.save(tmp_path / "best.json")
-    best = Plan(tmp_path / "best.json")
-    assert best.transmit in (["all"], ["table.weight"])
+    best = pickle.loads(pickle.dumps(best))
+    assert repr(best) == repr(Plan(tmp_path / "best.json")) and best.transmit in (["all"], ["table.weight"])
     pipe = pipeline(net, (ids[:2], targets[:2]), split_policy=best, output_loss_value_spec=True)
     holders = [s for s in range(4) if any("table" in name for name, _ in pipe.get_stage_module(s).named_parameters())]
     assert len(holders) == 1 and not pipe.replicated_params
@@ -95,6 +97,24 @@ def test_a_plan_that_transmits_a_shared_parameter_trains_with_the_bits_of_the_mo
         assert torch.equal(net.get_parameter(name).grad, gradient), name
 
 
+def test_names_that_are_no_parameters_are_refused_where_they_were_given(net, tmp_path):
+    net.register_buffer("scale", torch.ones(1))
+    x, spec = torch.randn(4, 16), MultiUseParameterConfig.TRANSMIT
+    best = plan(net, (x,), ranks=2, schedules=["1F1B"], estimate=True)
+    best.save(tmp_path / "best.json")
+    for name in ("nobody", "scale", 3):
+        match = rf"no parameter {name!r}(?s:.*)multi_use_param_spec(?s:.*)named_parameters"
+        with pytest.raises(plumb.Error, match=match):
+            plan(net, (x,), ranks=2, multi_use_param_spec={name: spec})
+        with pytest.raises(plumb.Error, match=match):
+            pipeline(net, (x,), multi_use_param_spec={name: spec})
+        if isinstance(name, str):
+            text = (tmp_path / "best.json").read_text().replace('"transmit": []', f'"transmit": ["{name}"]')
+            (tmp_path / "other.json").write_text(text)
+            with pytest.raises(plumb.Error, match=rf"no parameter '{name}'(?s:.*)the plan's transmit"):
+                pipeline(net, (x,), split_policy=Plan(tmp_path / "other.json"))
+
+
 def test_each_rank_gets_the_stages_of_its_plan(net):
     x = torch.randn(4, 16)
 
@@ -108,6 +128,9 @@ def test_each_rank_gets_the_stages_of_its_plan(net):
     assert [best.build_stages(Pipe(), rank, "cpu") for rank in (0, 1)] == [[0, 1], [0, 1]], "a stage has two ranks"
     best = plan(net, (x,), ranks=2, microbatches=4, schedules=["1F1B"], estimate=True)
     assert [best.build_stages(Pipe(), rank, "cpu") for rank in (0, 1)] == [[0], [1]]
+    for rank in ("0", 0.5):
+        with pytest.raises(plumb.Error, match=rf"rank is {rank!r}, not a whole number(?s:.*)build_stages\(\)"):
+            best.build_stages(Pipe(), rank, "cpu")
     for rank in (-1, 2):
         with pytest.raises(plumb.Error, match=f"there is no rank {rank}: the plan is for 2"):
             best.build_stages(Pipe(), rank, "cpu")

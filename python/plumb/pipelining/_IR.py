@@ -404,7 +404,7 @@ def _cut(
     plain = None if loss is None else plain_loss_spec(loss, source.module._out_spec)
     if multi_use is not None:  # stands in the place of what a plan says
         where = {name: value for name, value in where.items() if not name.startswith("transmit")}
-    arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
+    arguments = {**where, **multi_use_arguments(multi_use, source), "move_cuts": move_cuts, "loss": plain}
     arguments |= {"wire": wire_texts(wire), "wire_exclude": list(wire_exclude)}
     pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)
     pipe._share_copies()

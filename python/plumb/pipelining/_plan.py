@@ -12,7 +12,7 @@ import torch
 from .. import _C
 from .._arguments import checked
 from .._errors import Error, ErrorKind
-from ._sources import Source, SplitPolicy, make_source, multi_use_arguments
+from ._sources import Source, SplitPolicy, make_source, multi_use_arguments, refuse_no_parameters
 
 if TYPE_CHECKING:
     from ._IR import CutPipe
@@ -59,8 +59,10 @@ class Plan(SplitPolicy):
         _C.check_plan_fits(self._plan.operators, source.engine)
         sent = self._plan.transmit
         by_name = {name: True for name in sent if name != "all"}
+        refuse_no_parameters(by_name, source, "the plan's transmit")
         return {"before_values": self.cut, "transmit": "all" in sent, "transmit_by_name": by_name}
 
+    @checked
     def build_stages(self, pipe: CutPipe, rank: int, device: torch.device | str, group: Any = None) -> list[Any]:
         """Returns the stages of a rank, for a schedule to run."""
         if pipe.num_stages != self.schedule.num_stages:
@@ -83,9 +85,15 @@ class Plan(SplitPolicy):
         that `plan` made."""
         if self._planned is None:
             raise Error(
-                "a plan from a file has no costs to show", kind=ErrorKind.InvalidState, remedy="plumb.pipelining.plan(model, ...)"
+                "a plan from a file, and a copy of a plan, have no costs to show",
+                kind=ErrorKind.InvalidState,
+                remedy="plumb.pipelining.plan(model, ...)",
             )
         self._planned.page(self._name, model, os.fspath(path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the plan without the costs, which a copy does not have."""
+        return {**self.__dict__, "_planned": None}
 
     def __repr__(self) -> str:
         table = self.schedule
@@ -133,10 +141,10 @@ def plan(
     """
     if not (isinstance(link, (tuple, list)) and len(link) == 2 and all(isinstance(number, Real) for number in link)):
         raise Error(f"link is {link!r}", remedy="GB a second, and microseconds a message: link=(2.0, 50.0)")
-    sent = multi_use_arguments(multi_use_param_spec)
+    source, _ = make_source(module, mb_args, mb_kwargs)
+    sent = multi_use_arguments(multi_use_param_spec, source)
     transmit = [name for name, whether in sent.get("transmit_by_name", {}).items() if whether]
     transmit += ["all"] if sent.get("transmit") else []
-    source, _ = make_source(module, mb_args, mb_kwargs)
     planned = _C.plan_model(
         source.engine, source.example, ranks=ranks, microbatches=microbatches or 2 * ranks, replicas=replicas,
         memory=memory, loss=loss, link=link, stages_per_rank=list(stages_per_rank),

@@ -11,7 +11,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Union
@@ -28,7 +28,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._graph_module import GraphModule
-from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
+from .._state import BUFFER, CONSTANT, PARAMETER, put_state, state_of, sync_state
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
@@ -476,7 +476,15 @@ def plain_loss_spec(loss: Any, spec: Any) -> Any:
     return loss
 
 
-def multi_use_arguments(spec: Any) -> dict[str, Any]:
+def refuse_no_parameters(names: Iterable[Any], source: Source, where: str) -> None:
+    known = {name for name, kind, *_ in source.engine.state() if kind == PARAMETER}
+    for name in names:
+        if name not in known:
+            message = f"the model has no parameter {name!r}"
+            raise Error(message, kind=ErrorKind.UnknownName, where=where, remedy="a name of its named_parameters()")
+
+
+def multi_use_arguments(spec: Any, source: Source) -> dict[str, Any]:
     def transmit(value: Any, message: str) -> bool:
         name = getattr(value, "name", None)
         if name not in ("TRANSMIT", "REPLICATE"):
@@ -486,6 +494,7 @@ def multi_use_arguments(spec: Any) -> dict[str, Any]:
     if spec is None:
         return {}
     if isinstance(spec, Mapping):
+        refuse_no_parameters(spec, source, "multi_use_param_spec")
         unknown = "Unknown multi-use config value {} specified for {}"
         return {"transmit_by_name": {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}}
     return {"transmit": transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")}
