@@ -92,6 +92,18 @@ inline bool of_one_sign(const T* x, int n, double sum, double sum_abs) {
   return !(below && above);
 }
 
+// Returns d^2 + sum, rounded once where an instruction does that. No compiler decides it: functions with the same
+// source have the same bits.
+template <class T>
+inline T add_square(T d, T sum) {
+#ifdef __FMA__
+  if constexpr (sizeof(T) == 4) return __builtin_fmaf(d, d, sum);
+  return __builtin_fma(d, d, sum);
+#else
+  return d * d + sum;
+#endif
+}
+
 template <class T>
 inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial& p) {
   constexpr int L = kSumLanes * 4 / int(sizeof(T));
@@ -107,7 +119,7 @@ inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial
     const T d = v - shift;
     const auto magnitude = BitsOf<T>(to_bits(v) & ~FloatTraits<T>::sign);
     sum[j] += d;
-    square[j] += d * d;
+    square[j] = add_square(d, square[j]);
     absolute[j] += from_bits(magnitude);
     largest[j] = largest[j] > magnitude ? largest[j] : magnitude;
     least[j] = least[j] < magnitude ? least[j] : magnitude;

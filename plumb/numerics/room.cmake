@@ -10,7 +10,7 @@ target_include_directories(plumb_numerics SYSTEM PRIVATE "${HIGHWAY_INCLUDE_DIR}
 set(_levels kernels_baseline kernels_avx2 kernels_avx512)
 foreach(_level IN LISTS _levels)
   set(_file "${CMAKE_CURRENT_SOURCE_DIR}/plumb/numerics/${_level}.cpp")
-  set(_options -O3 -fno-math-errno -fno-trapping-math -falign-functions=64 -falign-loops=64)
+  set(_options -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -falign-functions=64 -falign-loops=64)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
     if(_level STREQUAL kernels_baseline)
       list(APPEND _options -march=x86-64-v2)  # what torch asks of a CPU
