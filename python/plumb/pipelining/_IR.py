@@ -402,8 +402,7 @@ def _cut(
     elif spec:
         where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
     plain = None if loss is None else plain_loss_spec(loss, source.module._out_spec)
-    if multi_use is not None:  # stands in the place of what a plan says
-        where = {name: value for name, value in where.items() if not name.startswith("transmit")}
+    # The caller decides about parameters of several stages, else a plan does.
     arguments = {**where, **multi_use_arguments(multi_use, source), "move_cuts": move_cuts, "loss": plain}
     arguments |= {"wire": wire_texts(wire), "wire_exclude": list(wire_exclude)}
     pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)

@@ -496,5 +496,7 @@ def multi_use_arguments(spec: Any, source: Source) -> dict[str, Any]:
     if isinstance(spec, Mapping):
         refuse_no_parameters(spec, source, "multi_use_param_spec")
         unknown = "Unknown multi-use config value {} specified for {}"
-        return {"transmit_by_name": {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}}
-    return {"transmit": transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")}
+        by_name = {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}
+        return {"transmit": False, "transmit_by_name": by_name}
+    every = transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")
+    return {"transmit": every, "transmit_by_name": {}}
