@@ -253,8 +253,8 @@ TEST_F(Command, SendsParametersThatItIsToldToTransmit) {
   wrong("split dict.pt2 --at fc -o tied --transmit norm.running_mean", "no parameter of that name");
   const std::string train = "train tied.pt2 --data tokens.bin --steps 3 --microbatches 2 --threads 1 --json ";
   const auto whole = training(plumb(train)).losses;
-  const auto cut = training(plumb(train + "--stages 2 --at head --transmit all")).losses;
-  EXPECT_EQ(whole, cut);
+  ASSERT_EQ(whole.size(), 3u);
+  EXPECT_EQ(training(plumb(train + "--stages 2 --at head --transmit all")).losses, whole);
 }
 
 TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
