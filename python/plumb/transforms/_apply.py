@@ -26,6 +26,7 @@ from .._capture.left_tensors import LeftTensors
 from .._capture.replacements import Replacements
 from .._capture.tensor_reads import as_given
 from .._errors import Error, ErrorKind
+from .._graph_module import new_handle
 from .._state import CONSTANT, slot_of, sync_state
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
@@ -130,7 +131,8 @@ class TransformedForward:
         self._asks_grad_mode = False
         self._told_variants = False
         self.last: CapturedGraph | None = None
-        self.handle = _tracers.register(self)
+        self.compiled: CapturedGraph | None = None  # the last graph that torch.compile took
+        self.handle = new_handle(self)
 
     @property
     def __code__(self) -> Any:

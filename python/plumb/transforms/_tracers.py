@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-import weakref
 from typing import Any, Iterator
 
 import torch
@@ -22,18 +21,9 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from .._graph_module import by_handle, constant_result, new_handle
+from .._graph_module import by_handle, constant_result
 from .._state import CONSTANT, member, state_of
 from .._trees import children
-
-_last: dict[str, Any] = {}  # the graph that run() took last, by handle
-
-
-def register(forward: Any) -> str:
-    """Returns the handle by which compiled code finds this forward."""
-    handle = new_handle(forward)
-    weakref.finalize(forward, _last.pop, handle, None)
-    return handle
 
 
 @contextlib.contextmanager
@@ -69,8 +59,8 @@ def _stand_in(x: Tensor) -> Tensor:
 def _graph_for(handle: str, args: tuple, kwargs: dict) -> Any:
     forward = by_handle[handle]
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if handle in _last and any(isinstance(x, torch._subclasses.functional_tensor.FunctionalTensor) for x in leaves):
-        return _last[handle]
+    if forward.compiled and any(isinstance(x, torch._subclasses.functional_tensor.FunctionalTensor) for x in leaves):
+        return forward.compiled
     with torch.random.fork_rng(devices=[]):
         given = [_stand_in(x) if isinstance(x, Tensor) else x for x in leaves]
     a, k = pytree.tree_unflatten(given, spec)
@@ -89,7 +79,7 @@ def _graph_for(handle: str, args: tuple, kwargs: dict) -> Any:
             output = captured.engine.graph.nodes[-1]
             captured.is_tensor = [isinstance(a, tuple) and a[:1] == ("value",) for a in output.args]
         _refuse_sizes_from_values(captured.engine)
-    _last[handle] = captured
+    forward.compiled = captured
     return captured
 
 
@@ -183,7 +173,7 @@ def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: 
 
 @constant_result
 def _structure(handle: str) -> tuple:
-    captured = _last[handle]
+    captured = by_handle[handle].compiled
     return _template(captured.out_spec, iter(captured.plain), iter(captured.is_tensor), itertools.count())
 
 
