@@ -1,4 +1,5 @@
-// Checks of what a captured forward has read besides its inputs: plumb._capture.guards makes the entries and owns them.
+// Reads of a captured forward besides its inputs: how they are noticed, and checks of the entries that
+// plumb._capture.guards makes and owns.
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -152,7 +153,36 @@ py::object modes_of(const py::list& tables, const py::str& key) {
   return py::bytes(modes);
 }
 
+// A class's __getattribute__. `state`: (function of owner and name, names that it is not called for). A forward reads
+// most attributes inside of nn.Module's own call, which nobody notes.
+PyObject* read_attribute(PyObject* state, PyObject* const* arguments, Py_ssize_t size) {
+  if (size != 2 || !PyUnicode_Check(arguments[1])) {
+    PyErr_SetString(PyExc_TypeError, "attribute name must be string");
+    return nullptr;
+  }
+  PyObject* name = arguments[1];
+  const bool special =
+      PyUnicode_GET_LENGTH(name) > 1 && PyUnicode_READ_CHAR(name, 0) == '_' && PyUnicode_READ_CHAR(name, 1) == '_';
+  if (special || PySet_Contains(PyTuple_GET_ITEM(state, 1), name) == 1)
+    return PyObject_GenericGetAttr(arguments[0], name);
+  return PyObject_Vectorcall(PyTuple_GET_ITEM(state, 0), arguments, 2, nullptr);
+}
+
+PyMethodDef read_definition{"__getattribute__",
+                            reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&read_attribute)), METH_FASTCALL,
+                            nullptr};
+
+py::object attribute_reader(const py::function& noting, const py::frozenset& unnoted) {
+  const auto function =
+      py::reinterpret_steal<py::object>(PyCFunction_New(&read_definition, py::make_tuple(noting, unnoted).ptr()));
+  return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+}
+
 Register guards_part([](py::module_& m) {
+  m.def(
+      "attribute_reader", &attribute_reader, py::arg("noting"), py::arg("unnoted"),
+      "Returns a ``__getattribute__`` that is `noting`, but object's for names that begin with two underscores or are "
+      "`unnoted`.");
   m.def("first_changed", &first_changed, py::arg("entries"), py::arg("start") = 0);
   m.def("unchanged", &unchanged);
   m.def("modes_of", &modes_of, py::arg("tables"), py::arg("key"));

@@ -109,7 +109,8 @@ class GraphModule(nn.Module):
         if "_handle" not in self.__dict__:
             self.__dict__["_handle"] = new_handle(self)
         self.__dict__["_slots"] = put_state(self, self._engine.state())
-        inputs = [node.results[0] for node in self.graph.nodes if node.op == "placeholder"]
+        nodes = self.graph.nodes
+        inputs = [node.results[0] for node in nodes if node.op == "placeholder"]
         self.__dict__["_takes_tensor"] = [value.is_tensor for value in inputs]
         leaves = self._in_spec.num_leaves
         args, kwargs = children(self._in_spec)
@@ -118,7 +119,7 @@ class GraphModule(nn.Module):
             self._plain_inputs is None or all(self._takes_tensor)
         )
         simple_out = self._out_spec.is_leaf() and self._plain_outputs == [None]
-        simple_out = simple_out and [v.is_tensor for v in self.graph.nodes[-1].inputs] == [True]  # no number of a file, no None
+        simple_out = simple_out and [v.is_tensor for v in nodes[-1].inputs] == [True]  # no number of a file, no None
         self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
 
     @property

@@ -16,7 +16,7 @@ WeightScale measure_weight(const at::Tensor& weight) {
   const at::ScalarType type = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   WeightScale scale{weight.detach().to(type), 1, ""};
   if (weight.numel() < 2) {
-    scale.obstacle = "a single value has no standard deviation";
+    scale.obstacle = weight.numel() == 0 ? "it has no values" : "a single value has no standard deviation";
   } else if (!weight.is_meta()) {
     // plumb measures a plain tensor on the CPU in one pass; subclasses of Python (fake tensors) have no memory of their
     // own to read. The deviation of a constant is zero.

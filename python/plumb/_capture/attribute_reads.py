@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 from torch import Tensor, nn
 
+from .. import _C
 from .._trees import PLAIN
 from .cpython import instructions_of, line_of
 from .guards import DEEPEST, Guards
@@ -191,9 +192,11 @@ class Observer:
         self._seen: dict[int, Any] = {}  # objects, which stay as long as their ids are used
 
     def reader(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        thread_now, thread = threading.get_ident, self._thread
+
         def __getattribute__(owner: Any, name: str) -> Any:
-            if name in _INTERNAL or name.startswith("__") or threading.get_ident() != self._thread:
-                if name == "training" and not self.mode_line and threading.get_ident() == self._thread:
+            if name in _INTERNAL or name.startswith("__") or thread_now() != thread:
+                if name == "training" and not self.mode_line and thread_now() == thread:
                     self._note_mode(owner, sys._getframe(1))
                 return original(owner, name)
             if name in _ALL_TENSORS and not sys._getframe(1).f_code.co_filename.startswith(INSIDE):
@@ -320,7 +323,8 @@ def observed() -> Iterator[Observer]:
     observer = Observer()
     _observers.append(observer)
     try:
-        with patched(nn.Module, __getattribute__=observer.reader(object.__getattribute__)):
+        reader = _C.attribute_reader(observer.reader(object.__getattribute__), _INTERNAL - {"training"})
+        with patched(nn.Module, __getattribute__=reader):
             yield observer
     finally:
         observer.end()

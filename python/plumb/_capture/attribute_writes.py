@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from operator import is_
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -73,31 +73,26 @@ class Table(NamedTuple):
         else:
             self.live[key] = value
 
-    def differences(self) -> Iterator[tuple[Any, Any, Any]]:
+    def differences(self) -> Sequence[tuple[Any, Any, Any]]:
         """(key, before, now) of slots with another object; with the key None all of a set or array, or of a list that got
         longer or shorter."""
         live, before = self.live, self.before
         if isinstance(live, dict):
             if len(live) == len(before) and all(map(is_, live, before)) and all(map(is_, live.values(), before.values())):
-                return  # most tables are as they were, at every call of a forward
-            for key in [*before, *(k for k in live if k not in before)]:
-                then, now = before.get(key, MISSING), live.get(key, MISSING)
-                if now is not then:
-                    yield key, then, now
-        elif isinstance(live, np.ndarray):
-            if live.tobytes() != before.tobytes():
-                yield None, before, live.copy()
-        elif isinstance(live, set) or len(live) != len(before):
-            if live != before:
-                yield None, before, list(live)
-        else:
-            yield from [(i, a, b) for i, (a, b) in enumerate(zip(before, live)) if a is not b]
+                return ()  # most tables are as they were, at every call of a forward
+            slots = [(key, before.get(key, MISSING), live.get(key, MISSING)) for key in {**before, **live}]
+            return [slot for slot in slots if slot[1] is not slot[2]]
+        if isinstance(live, np.ndarray):
+            return [(None, before, live.copy())] if live.tobytes() != before.tobytes() else ()
+        if isinstance(live, set) or len(live) != len(before):
+            return [(None, before, list(live))] if live != before else ()
+        return [(i, a, b) for i, (a, b) in enumerate(zip(before, live)) if a is not b]
 
 
 def changed_slots(tables: Iterable[Table]) -> Iterator[tuple[Table, Any, Any, Any]]:
     """Returns (table, key, before, now) of all slots with another object. They may be written meanwhile."""
     for table in tables:
-        for key, before, now in list(table.differences()):
+        for key, before, now in table.differences():
             yield table, key, before, now
 
 

@@ -29,6 +29,7 @@ MOST = 10_000  # entries of a container; a larger one is data, of which only the
 
 
 MISSING = object()  # in a slot that is not there
+_FLAT = frozenset({bool, int, float, str, type(None), types.FunctionType, torch.dtype, Tensor, nn.Parameter})  # have no contents
 
 
 class _Same:
@@ -213,19 +214,18 @@ class Guards:
 
     def add(self, kind: int, holder: Any, key: Any, expected: Any, name: str, skipped: set[int] = frozenset()) -> bool:
         """Adds an entry. `skipped`: ids of containers whose contents are not held."""
-        if (kind, id(holder), key) in self._known:
+        known = kind, id(holder), key
+        if known in self._known:
             return False
-        self._known.add((kind, id(holder), key))
-        if kind not in (ITEM, ATTRIBUTE, CELL):
-            held, frozen = [], _Same(expected)
-        elif type(expected) is OrderedDict and not expected and id(expected) not in skipped:
-            held, frozen = [expected, ()], (OrderedDict, [])  # most entries: hooks of a module that has none
-        else:
-            contents = _contents(expected, [])
+        self._known.add(known)
+        held, frozen = (), None  # a value without contents is frozen when another is compared with it
+        if type(expected) is OrderedDict and not expected and id(expected) not in skipped:
+            held, frozen = (expected, ()), (OrderedDict, [])  # most entries: hooks of a module that has none
+        elif kind in (ITEM, ATTRIBUTE, CELL) and type(expected) not in _FLAT and (contents := _contents(expected, [])):
             pairs = zip(contents[::2], contents[1::2])
-            held = [x for pair in pairs if id(pair[0]) not in skipped for x in pair]
+            held = tuple([x for pair in pairs if id(pair[0]) not in skipped for x in pair])
             frozen = _frozen(expected, 0, skipped)
-        self.entries.append((kind, holder, key, expected, tuple(held)))
+        self.entries.append((kind, holder, key, expected, held))
         self._frozen.append(frozen)
         self.names.append(name)
         return True
@@ -279,7 +279,7 @@ class Guards:
         return True
 
     def _still(self, i: int) -> bool:
-        kind, holder, key, _, _ = self.entries[i]
+        kind, holder, key, expected, _ = self.entries[i]
         try:
             if kind == ITEM:
                 now = holder[key]
@@ -291,9 +291,10 @@ class Guards:
                 return False
         except (AttributeError, KeyError, ValueError):
             return False
-        if isinstance(self._frozen[i], _Same):
-            return _is_equal_object(now, self._frozen[i].it)
-        if _frozen(now) != self._frozen[i]:
+        frozen = self._frozen[i] or _frozen(expected)
+        if isinstance(frozen, _Same):
+            return _is_equal_object(now, frozen.it)
+        if _frozen(now) != frozen:
             return False
         self.entries[i] = (kind, holder, key, now, tuple(_contents(now, [])))
         return True

@@ -392,10 +392,11 @@ class _Resolver:
                 self.value(ATTRIBUTE, sub, key, value, self._name(sub, key))
 
     def hooks_of(self, sub: nn.Module) -> None:
+        own, name = sub.__dict__, self._name(sub, "hooks")
         for key in HOOKS:
-            hooks = sub.__dict__.get(key)
+            hooks = own.get(key)
             if isinstance(hooks, dict):
-                self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
+                self.value(ITEM, own, key, hooks, name)
 
     def hooks(self, with_root: bool) -> None:
         for _, sub in self.modules if with_root else self.modules[1:]:

@@ -22,15 +22,22 @@ INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
 Modules = list[tuple[str, nn.Module]]  # as ``named_modules()`` yields them: a walk costs as much as the forward of a few
 
 
+class _Arrived(list):
+    """A handler of interrupts that keeps them."""
+
+    def __call__(self, *interrupt: Any) -> None:
+        self.append(interrupt)
+
+
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
     """Context manager at whose end an interrupt (Ctrl-C) of the main thread is handled: changes to torch are made and undone whole."""
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    if not callable(handler) or isinstance(handler, _Arrived) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[tuple] = []
-    signal.signal(signal.SIGINT, lambda *args: arrived.append(args))
+    arrived = _Arrived()
+    signal.signal(signal.SIGINT, arrived)
     try:
         yield
     finally:
