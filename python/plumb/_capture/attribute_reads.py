@@ -91,7 +91,7 @@ def outer_reads(function: types.FunctionType) -> Iterator[OuterRead]:
     codes = [function.__code__]
     for code in codes:
         codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-        for name, chain in instructions_of(code).outer_reads():
+        for name, chain in instructions_of(code).outer_reads:
             if name.startswith("import "):
                 module = _imported(name.removeprefix("import "), function.__globals__)
                 if module is not None:
@@ -108,7 +108,7 @@ def class_reads(function: types.FunctionType) -> set[str]:
     codes, names = [function.__code__], set()
     for code in codes:
         codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-        names |= instructions_of(code).class_reads()
+        names |= instructions_of(code).class_reads
     return names
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dis
+import functools
 import itertools
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Callable, Iterator, NamedTuple
@@ -145,6 +146,7 @@ class Code:
                 return False
         return False
 
+    @functools.cached_property
     def outer_reads(self) -> list[tuple[str, tuple[str, ...]]]:
         """Returns names that the code reads from outside of itself (globals, cells, modules that it imports), each with the
         attributes that follow it: N of ``N``, C and ("sizes", "width") of ``C.sizes.width``, "import a" and ("N",) of ``from a
@@ -184,6 +186,7 @@ class Code:
                 add(n + 1, list(aliases[i.argval]))
         return list(found)
 
+    @functools.cached_property
     def class_reads(self) -> set[str]:
         """Returns names of the attributes that the code reads from a class: of ``super()``, ``type(x)``, ``x.__class__`` or its parameter
         `cls`."""

@@ -148,7 +148,9 @@ class _Forward:
         self.left = LeftTensors([])
 
     def call(self, flat: list) -> tuple[list, str]:
-        self.state_guard.restore(warn=False)  # every call begins with the same attributes, those of verify, too
+        if self.called:
+            self.state_guard.restore(warn=False)  # every call begins with the same attributes, those of verify, too
+        self.called = True
         for change in self.start_from:
             change.put()
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
@@ -199,7 +201,7 @@ class _Forward:
     def traced(self, replace: dict) -> Iterator[None]:
         """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
         with capture_lock, torch_patches.unseen_by_tracers(), contextlib.ExitStack() as stack:
-            self.state_guard = ModuleStateGuard(self.module)
+            self.state_guard, self.called = ModuleStateGuard(self.module), False
             try:
                 with torch_patches.interrupts_wait():
                     self._change_torch(stack, replace)
@@ -240,7 +242,6 @@ class Captured(NamedTuple):
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
     guards: Callable[..., Guards]  # makes those of what the forward read, when the module is as it is to be again
     left: LeftTensors  # what the graph returns behind its outputs, if the forward was given
-    written: set[tuple[int, Any]]  # (id of a dict or container, key) of what the forward has changed
     asks_layout: str  # the line that asks for the layout of a tensor, if one does: the forward may take another path for others
 
     def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
@@ -327,10 +328,11 @@ def capture_engine(
 
     def guards(parts: bool = False) -> Guards:
         with capture_lock:  # another capture has its own functions in torch's places
-            return guards_of(request.observer, module, written, forward, parts, request.plain_inputs, made_once, settings)
+            modules = request.state_guard.modules
+            return guards_of(request.observer, modules, written, forward, parts, request.plain_inputs, made_once, settings)
 
     return Captured(
-        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left, written,
+        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left,
         next(iter(request.asks_layout), ""),
     )
 
@@ -425,9 +427,6 @@ def capture(
     leaves, _ = flatten_inputs(args, kwargs)
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
     guards = captured.guards(parts=True)
-    modules = list(module.named_modules())
-    guards.add_parameters(modules)
-    guards.add_buffers(modules, captured.written)
     guards.end_with(module)
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""

@@ -273,10 +273,11 @@ class _Resolver:
         """Holds what tensors returned: all names, values of those that are no state of the module, whether they require a gradient."""
         for sub in observer.all_tensors.values():
             self.guards.add(ATTRIBUTE, Names(sub), "unchanged", True, self._name(sub, "parameters"))
-        state = {id(t) for t in (*module.parameters(), *module.buffers())}
-        for tensor in observer.plain_tensors.values() if observer.takes_values else ():
-            if id(tensor) not in state and tensor.numel() <= _LARGEST:
-                self.guards.add(ATTRIBUTE, Value(tensor), "unchanged", True, "the value of a tensor")
+        if observer.takes_values:
+            state = {id(t) for t in (*module.parameters(), *module.buffers())}
+            for tensor in observer.plain_tensors.values():
+                if id(tensor) not in state and tensor.numel() <= _LARGEST:
+                    self.guards.add(ATTRIBUTE, Value(tensor), "unchanged", True, "the value of a tensor")
         if observer.facts or observer.asks_results:
             self._facts(observer, module)
 
@@ -436,7 +437,7 @@ def _has_getattr(cls: type) -> bool:
 
 def guards_of(
     observer: Observer,
-    module: nn.Module,
+    modules: Modules,
     written: set[tuple[int, Any]],
     forward: Callable[..., Any] | None,
     parts: bool = False,
@@ -444,11 +445,11 @@ def guards_of(
     made_once: list = [],  # noqa: B006 (never written)
     settings: dict[str, Any] = {},  # noqa: B006 (never written)
 ) -> Guards:
-    """Returns the guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what
-    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too.
-    `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads.
+    """Returns the guards for what a capture of `modules[0]` has read. `written`: (id of a dict or container, key) of what
+    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, parameters and
+    buffers, too. `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads.
     `settings`: those of torch that the forward asked for, by their function."""
-    make = _Resolver(list(module.named_modules()), written)
+    make, module = _Resolver(modules, written), modules[0][1]
     for key, owner in observer.iterators.items():
         raise Error(
             f"the forward reads the iterator '{make._name(owner, key)}', and a graph has the value that it gave at the capture",
@@ -485,5 +486,8 @@ def guards_of(
         make.guards.add(ATTRIBUTE, Setting(name), "now", value, f"torch.{name}()")
     for inner in observer.inner:
         make.guards.include(inner)
+    if parts:
+        make.guards.add_parameters(modules)
+        make.guards.add_buffers(modules, written)
     make.guards.mode_line = make.guards.mode_line or observer.mode_line
     return make.guards
