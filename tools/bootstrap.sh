@@ -92,7 +92,12 @@ else
   rm -f "$site/_plumb_torch.pth"
   if ! .venv/bin/python -c 'import importlib.metadata as m; v = m.version("torch").split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null; then
     say "installing torch 2.13.0 into .venv"
-    .venv/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+    .venv/bin/python -m pip install -q --no-compile --disable-pip-version-check torch==2.13.0
+  fi
+  # On all cores, where pip would take one; the demo runs none of torch's Python.
+  if [ "$level" != demo ] && [ ! -e .venv/.torch-bytecode ]; then
+    .venv/bin/python -m compileall -q -j 0 "$site/torch" >/dev/null 2>&1 || true  # some of its files are templates
+    touch .venv/.torch-bytecode
   fi
 fi
 # A constraint keeps every other package from pulling in another build of torch.

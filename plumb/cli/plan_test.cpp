@@ -113,6 +113,7 @@ TEST_F(Planning, TransmitsATiedWeightAndSoKeepsTheBitsOfOneProcess) {
   EXPECT_EQ(losses(whole), losses(run));
   EXPECT_TRUE(read(folder() / "whole.pt2") == read(folder() / "other.pt2"));
   wrong("plan tied.pt2 --ranks 2 --transmit no.such", "--transmit no.such");
+  wrong("train tied.pt2 --data tokens.bin --plan best.json --transmit head.weight", "--transmit head.weight");
   wrong("train tied.pt2 --data tokens.bin --plan best.json --verdict fp8", "without --plan");
   wrong("plan --costs 1,1,1 --ranks 2 --transmit all", "--transmit");
 }

@@ -372,6 +372,10 @@ void take_plan(TrainOptions& options) {
   take("microbatches", &TrainOptions::microbatches, plan.schedule.num_microbatches);
   take("data-parallel", &TrainOptions::replicas, plan.replicas);
   if (options.transmit.empty()) options.transmit = plan.transmit;
+  if (!plan.transmit.empty() && options.transmit != plan.transmit)
+    throw UsageError(c10::str("--transmit ", join(options.transmit), ": --plan ", options.plan, " was made for ",
+                              join(plan.transmit)),
+                     "leave --transmit out, or make the plan anew with it");
   if (!options.at.empty() || options.schedule != defaults.schedule || options.recompute != defaults.recompute)
     throw UsageError("--plan: says itself where to cut, in which order to run and what to compute again",
                      "leave --at, --schedule and --recompute out");
