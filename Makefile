@@ -62,7 +62,7 @@ demo:
 	@tools/announce.sh demo $(BUILD) $(JOBS)
 	@tools/bootstrap.sh demo
 	@$(call configured,.configured-demo,,)
-	@$(SAY) "compiling the library and the demo ($(JOBS) at once)"
+	@$(SAY) "compiling the demo and what it needs of the library ($(JOBS) at once)"
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb_demo
 	@$(SAY) "training a small GPT five times"
 	@$(BUILD)/bin/plumb_demo $(if $(TEXT),--text "$(TEXT)") --out demo
