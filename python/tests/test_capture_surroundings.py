@@ -19,6 +19,7 @@ from plumb._capture.attribute_writes import ModuleStateGuard
 from plumb._capture.torch_patches import patched
 from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import plumb
 from plumb.transforms import simulate_fp8, track_scales, unit_scale
@@ -436,3 +437,14 @@ def test_an_interrupt_at_the_end_of_a_capture_waits_until_model_and_torch_are_as
     assert vars(model).get("calls", 0) == 0 and dict(vars(torch.Tensor)) == before
     monkeypatch.undo()
     assert torch.equal(plumb.capture(model, x)(x), model(x))
+
+
+def test_a_weight_that_parametrize_has_cached_is_computed_by_the_graph():
+    model = parametrizations.weight_norm(nn.Linear(4, 4)).requires_grad_(False)
+    tracked, given = track_scales(model), [torch.randn(3, 4), torch.randn(2, 4)]
+    with torch.no_grad(), parametrize.cached():
+        graph = [model(given[0]), plumb.capture(model, given[0])][1]
+        assert all(torch.equal(tracked(x), model(x)) for x in given)
+    for module in (model, tracked):
+        module.parametrizations.weight.original0.mul_(2)
+    assert all(torch.equal(tracked(x), model(x)) for x in given) and torch.equal(graph(given[0]), model(given[0]))

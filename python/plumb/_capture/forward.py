@@ -222,6 +222,7 @@ class _Forward:
         stack.enter_context(opaque_functions())
         stack.enter_context(torch_patches.higher_order_operators())
         stack.enter_context(torch_patches.unseen_saved_tensors())
+        stack.enter_context(torch_patches.uncached_parametrizations())
         if replace:
             stack.enter_context(replaced(replace))
         stack.enter_context(torch_patches.forced_eager())

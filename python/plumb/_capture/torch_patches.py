@@ -12,6 +12,7 @@ from typing import Any, Callable, ContextManager, Iterator
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.nn.utils import parametrize
 
 from .. import _C
 from .cpython import calls_go_to
@@ -174,6 +175,12 @@ def unseen_saved_tensors() -> ContextManager:
 
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return torch.autograd.graph.saved_tensors_hooks(keep, keep) if hooked else contextlib.nullcontext()
+
+
+def uncached_parametrizations() -> ContextManager:
+    """Context manager in which a forward computes parametrized weights itself, also within the caller's ``parametrize.cached()``, where
+    torch would give it those of the call before. A ``cached()`` of the forward's own works."""
+    return patched(parametrize, _cache_enabled=0, _cache={})
 
 
 @contextlib.contextmanager
