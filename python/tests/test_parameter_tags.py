@@ -90,6 +90,16 @@ def test_stages_keep_tags_as_bytes_copies_and_pickles(scaled):
         plumb.optim.AdamW(stage.parameters(), lr=0.1)
 
 
+def test_tensors_that_are_assigned_to_a_unit_scaled_module_get_its_tags(scaled):
+    scaled, _ = scaled
+    expected, state = tags(scaled), scaled.state_dict()
+    frozen = next(iter(scaled.parameters())).requires_grad_(False)
+    scaled.load_state_dict(state, assign=True)
+    assert expected and tags(scaled) == expected
+    assert frozen is not next(iter(scaled.parameters())) and not next(iter(scaled.parameters())).requires_grad
+    plumb.optim.AdamW(scaled.parameters(), lr=0.1)
+
+
 def test_tags_set_on_a_plain_module_travel_too(tmp_path):
     net = nn.Linear(4, 4)
     plumb.parameter.tag_parameter(net.weight, "output", 3)
