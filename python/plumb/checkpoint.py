@@ -140,6 +140,19 @@ def _plain(value: Any, what: str) -> Any:
     )
 
 
+def _refuse_keys(state: Any) -> None:
+    """Refuses keys of which JSON makes texts: a schedule that is loaded with these finds none of its steps."""
+    for key in state if isinstance(state, dict) else ():
+        if not isinstance(key, str):
+            raise Error(
+                f"the state has the key {key!r}, of which JSON would make a text",
+                kind=ErrorKind.Unsupported,
+                remedy="keep list(d.items()), and make a dict of it after loading (a MultiStepLR's milestones a Counter)",
+            )
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
+        _refuse_keys(value)
+
+
 def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
     tensors: list[tuple[str, Tensor]] = []
     groups, values = [], {}
@@ -231,6 +244,7 @@ class Writer:
             raise Error(
                 f"the state cannot be kept as JSON: {error}", remedy="keep numbers, texts, lists and dicts"
             ) from None
+        _refuse_keys(state)
         self._writer.save(
             step,
             [(name, tensor) for name, tensor in tensors.items() if name not in others[0]],

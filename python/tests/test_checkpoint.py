@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from collections import Counter
 
 import pytest
 import ranks
@@ -161,6 +162,27 @@ def test_errors_name_what_is_missing_unexpected_or_other(tmp_path):
     with pytest.raises(plumb.Error) as error:
         plumb.checkpoint.save(tmp_path / "file", net, step=1)
     assert error.value.kind == plumb.ErrorKind.CannotWrite
+
+
+def test_a_state_whose_keys_json_would_make_texts_is_refused_and_the_remedy_holds(tmp_path):
+    def make():
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        return net, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+
+    net, optimizer, schedule = make()
+    optimizer.step(), schedule.step()
+    state = schedule.state_dict()
+    with pytest.raises(plumb.Error, match=r"the state has the key 1, of which JSON would make a text\n  try: keep list"):
+        plumb.checkpoint.save(tmp_path, net, optimizer, step=1, state={"rows": [1, state]})
+    state["milestones"] = list(state["milestones"].items())
+    plumb.checkpoint.save(tmp_path, net, optimizer, step=1, state=state)
+    net, optimizer, again = make()
+    state = plumb.checkpoint.load(tmp_path, net, optimizer)[1]
+    again.load_state_dict(state | {"milestones": Counter(dict(state["milestones"]))})
+    for _ in range(3):
+        schedule.step(), optimizer.step(), again.step()
+    assert schedule.get_last_lr() == again.get_last_lr() == [1.0 * 0.1 * 0.1]
 
 
 def test_names_of_one_tensor_take_no_two_values(tmp_path):
