@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Union
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _C
 from ._arguments import checked
 from ._C import Checkpoint
-from ._errors import Error, ErrorKind
+from ._errors import Error, ErrorKind, InvalidType
 from ._unit_scaled import MARK
 from .parameter import has_parameter_data
 
@@ -125,6 +126,20 @@ def _named(
         yield group, [(names[id(p)], p) for p in group["params"]]
 
 
+def _refuse_other_optimizers(optimizer: Any) -> None:
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise InvalidType(
+            f"the optimizer is a {type(optimizer).__name__}",
+            remedy="one optimizer of torch's or plumb's; of several each in a folder of its own, with the model that it steps",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Error(
+            "the state of LBFGS is lists of tensors, which a checkpoint does not hold",
+            kind=ErrorKind.Unsupported,
+            remedy="save and load without it, and keep its state_dict() by torch.save",
+        )
+
+
 def _plain(value: Any, what: str) -> Any:
     """Returns an option or state of an optimizer as JSON that comes back the same."""
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -136,7 +151,7 @@ def _plain(value: Any, what: str) -> Any:
     except (TypeError, ValueError):
         pass
     raise Error(
-        f"{what} is {value!r}, which JSON cannot hold", kind=ErrorKind.Unsupported, remedy="set it after loading"
+        f"{what} is {reprlib.repr(value)}, which JSON cannot hold", kind=ErrorKind.Unsupported, remedy="set it after loading"
     )
 
 
@@ -222,6 +237,7 @@ class Writer:
         parameters, and `state`: anything that JSON holds; that of rank 0 counts. All ranks call it.
 
         What befalls files and other ranks does not raise: see :meth:`problem`."""
+        _refuse_other_optimizers(optimizer)
         tensors = _tensors(model)
         own: list[tuple[str, Tensor]] = []
         about: dict[str, Any] = {"groups": [], "values": {}}
@@ -381,6 +397,7 @@ def load(
     Tensors are read one at a time. Names of the model that are missing or unexpected, other shapes and other dtypes raise
     :class:`plumb.Error` before anything is changed.
     """
+    _refuse_other_optimizers(optimizer)
     checkpoint = _find(folder)
     names = set(checkpoint.names())
     all_tensors = _tensors(model)

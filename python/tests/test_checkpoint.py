@@ -164,6 +164,23 @@ def test_errors_name_what_is_missing_unexpected_or_other(tmp_path):
     assert error.value.kind == plumb.ErrorKind.CannotWrite
 
 
+def test_what_is_no_optimizer_that_a_checkpoint_holds_is_refused_before_anything_changes(tmp_path):
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    folder = plumb.checkpoint.save(tmp_path, net, optimizer, step=1)
+    net[0].weight.data.zero_()
+    for other, said in (
+        ([optimizer, optimizer], "the optimizer is a list\n  try: one optimizer .* of several each in a folder of its own"),
+        (net, "the optimizer is a Sequential"),
+        (torch.optim.LBFGS(net.parameters()), "LBFGS is lists of tensors.*\n  try: save and load without it"),
+    ):
+        with pytest.raises(plumb.Error, match=said):
+            plumb.checkpoint.save(tmp_path, net, other, step=2)
+        with pytest.raises(plumb.Error, match=said):
+            plumb.checkpoint.load(tmp_path, net, other)
+    assert not net[0].weight.any() and list(tmp_path.glob("step-*")) == [pathlib.Path(folder)]
+
+
 def test_a_state_whose_keys_json_would_make_texts_is_refused_and_the_remedy_holds(tmp_path):
     def make():
         net = make_net()
