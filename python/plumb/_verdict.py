@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from . import _C
 from ._capture.forward import capture
@@ -146,7 +147,7 @@ def _judge(
     explain: bool,
 ) -> Verdict:
     graph = engine = optimizer = None
-    step = 0
+    step, first = 0, []
     while True:
         step, batch = step + 1, next(batches, None)
         if batch is None:
@@ -160,6 +161,12 @@ def _judge(
             raise Error(f"batch {step} is {what}", remedy="(inputs, targets): a tensor or a tuple of tensors each")
         inputs, targets = batch if loss is not None else (batch, None)
         args, kwargs = _arguments(net, inputs)
+        shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if shapes != (first := first or shapes):
+            raise Error(
+                f"the inputs of batch {step} are of other shapes than those of the first: {shapes}, {first}",
+                remedy="batches of one shape; DataLoader(..., drop_last=True) leaves out a smaller last one",
+            )
         if graph is None:
             graph = net if isinstance(net, GraphModule) and net.runs_its_graph else capture(net, *args, **kwargs)
             sync_state(graph._engine, graph._slots)
