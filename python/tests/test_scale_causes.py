@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import plumb
-from plumb.transforms import scale_causes, track_scales, unit_scale
+from plumb.transforms import fold, scale_causes, track_scales, unit_scale
 
 
 class Net(nn.Module):
@@ -66,6 +66,11 @@ def test_a_module_that_is_not_tracked_or_has_not_run_has_no_causes_to_tell():
     assert error.value.kind is plumb.ErrorKind.InvalidState
     with pytest.raises(plumb.Error, match="has not run"):
         scale_causes(track_scales(nn.Linear(4, 4)))
+    with pytest.raises(plumb.Error, match="does not measure its scales"):
+        scale_causes(fold(scaled))
+    for other in (None, [scaled], {}):
+        with pytest.raises(plumb.Error, match=f"a {type(other).__name__} is no module"):
+            scale_causes(other)
 
 
 def llama(transformers, sizes):

@@ -75,13 +75,14 @@ def report(module: nn.Module) -> Report:
     """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
 
     Known after its first forward. The report of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
-    done = [folded_reports[module]] if module in folded_reports else list(getattr(module, "_reports", ()))
-    forward = forward_of(module)
+    is_module = isinstance(module, nn.Module)
+    done = [folded_reports[module]] if is_module and module in folded_reports else list(getattr(module, "_reports", ()))
+    forward = forward_of(module) if is_module else None
     if forward is None and done:
         return Report(done)
     if forward is None:
         raise Error(
-            "the module was not transformed",
+            "the module was not transformed" if is_module else f"a {type(module).__name__} is no module",
             kind=ErrorKind.InvalidState,
             remedy="plumb.transforms.unit_scale(module) and the like first",
         )
@@ -124,13 +125,13 @@ def scale_causes(module: nn.Module, low: float = 0.25, high: float = 4.0) -> Sca
         for entry in part["entries"]
         if entry["kind"] in ("replaced", "residual", "left_alone") and entry.get("reason")
     ]
-    forward = forward_of(module)
-    assert forward is not None and forward.last is not None, "report() has raised"
-    tracker = forward.last.results.get("track_scales")
-    if tracker is None:
+    forward = forward_of(module)  # None of what fold() made, which has a report
+    last = forward.last if forward is not None else None
+    tracker = last.results.get("track_scales") if last is not None else None
+    if last is None or tracker is None:
         raise Error(
             "the module does not measure its scales",
             kind=ErrorKind.InvalidState,
             remedy="plumb.transforms.track_scales(module) first",
         )
-    return ScaleCauses(_C.scale_causes(forward.last.engine, tracker, said, low, high))
+    return ScaleCauses(_C.scale_causes(last.engine, tracker, said, low, high))
