@@ -266,3 +266,22 @@ def test_sparse_inputs_of_every_layout_are_tracked():
         assert torch.equal(y, model(graph, x))
         y.sum().backward()
         assert "layer" in str([n for n in tracked.scales_graph().nodes if "metrics" in n.meta])
+
+
+def test_gradients_of_several_calls_are_summed_call_by_call():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.layer(self.layer(x).tanh()).tanh()
+
+    model = Twice()
+    tracked, inputs = track_scales(model), [torch.randn(5, 6) for _ in range(2)]
+    of_calls = []
+    for x in reversed(inputs):
+        of_calls.append(torch.autograd.grad(model(x).sum(), model.layer.weight)[0])
+        assert torch.equal(torch.autograd.grad(tracked(x).sum(), tracked.layer.weight)[0], of_calls[-1])
+    sum(tracked(x).sum() for x in inputs).backward()
+    assert torch.equal(tracked.layer.weight.grad, of_calls[0] + of_calls[1])

@@ -264,7 +264,7 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule
     ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
     (:class:`Metrics`); before the first call it is empty. Nodes are named after the variables of the module's forward, and
     their targets are the functions that it called. Values and gradients are those of the module without it; the caller's
-    tensors are not touched.
+    tensors are not touched. Where several calls add to one gradient, each call's part is summed first.
     """
     methods = (("scales_graph", _scales_graph_of), ("_slow_forward", _refuse_jit))
     return cast(TrackedModule, apply_pass(module, Pass("track_scales", TrackScalesPass(histogram), methods=methods)))
