@@ -196,3 +196,22 @@ def test_changing_shapes_keep_one_set_of_parameters():
         sizes[length] = report(model)[0]["entries"]
     weights = {k: [e["node"] for e in v if e["kind"] == "weight"] for k, v in sizes.items()}
     assert weights[8] == weights[5] and len(weights[8]) > 5
+
+
+def test_unit_scale_leaves_products_with_a_sparse_operand_alone_and_says_so():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.head = nn.Parameter(torch.randn(6, 8)), nn.Linear(8, 3)
+
+        def forward(self, adjacency, x):
+            return self.head(torch.spmm(adjacency, x @ self.kernel).relu())
+
+    model, dense, x = Graph().cpu(), torch.eye(5).roll(1, 0).cpu(), torch.randn(5, 6).cpu()  # few devices have sparse tensors
+    for adjacency in (dense.to_sparse(), dense.to_sparse_csr()):
+        scaled = unit_scale(model)
+        y = scaled(adjacency, x)
+        y.sum().backward()
+        assert y.isfinite().all() and scaled.kernel.grad is not None
+        left = {e["from"]: e["reason"] for e in report(scaled)[0]["entries"] if e["kind"] == "left_alone"}
+        assert left.get("aten::mm") == "an operand is sparse", report(scaled)

@@ -194,8 +194,9 @@ std::optional<std::string> why_not(const Node* node) {
       return reader->is_call() ? std::string(reader->op_name()) + " reads it by its range" : "the model returns it";
   }
   for (const Arg& arg : node->args()) {
-    if (!arg.is_constant() || !arg.constant().isTensor()) continue;
-    return "an operand is a constant";
+    if (arg.is_constant() && arg.constant().isTensor()) return "an operand is a constant";
+    const auto* type = arg.is_value() && arg.value()->meta() ? &*arg.value()->meta() : nullptr;
+    if (type && type->strides.size() != type->sizes.size()) return "an operand is sparse";
   }
   return std::nullopt;
 }
