@@ -76,7 +76,8 @@ void CallRecorder::check_tensor(const at::Tensor& t, const std::string& reader) 
   const auto keys = t.key_set();
   if (keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper)) {
     refuse(reader + " works on a tensor of torch.func (vmap, grad): its operators cannot be seen from outside",
-           "apply torch.func to the captured module instead, or write the model without it");
+           "where torch.func is around the call: capture before, and call a transformed module once without it; else "
+           "write the model without it");
   }
   if (keys.has(c10::DispatchKey::Python)) {
     refuse(reader + " works on a tensor subclass with __torch_dispatch__", "give the model plain tensors");

@@ -210,6 +210,22 @@ def test_derivatives_of_torch_func_work_or_are_refused_with_the_remedy():
             torch.func.grad(lambda p, m=rounded: torch.func.functional_call(m, p, (x,)).sum())(dict(rounded.named_parameters()))
 
 
+def test_a_first_call_inside_of_torch_func_is_refused_and_the_remedy_holds():
+    model = Scaled()
+    for transformed in (track_scales(model), simulate_format(model, "none", "none")):
+
+        def loss(weights, x, module=transformed):
+            return torch.func.functional_call(module, weights, (x,)).square().mean()
+
+        weights = {name: p.detach() for name, p in transformed.named_parameters()}
+        with pytest.raises(plumb.Error, match="a tensor of torch.func.*\n.*\n  try: .* call a transformed module once"):
+            torch.func.grad(loss)(weights, x)
+        transformed(x)
+        expected = torch.func.grad(lambda w, x: loss(w, x, model))(weights, x)
+        found = torch.func.grad(loss)(weights, x)
+        assert all(torch.equal(found[name], expected[name]) for name in weights)
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_is_refused_with_what_to_do(layout):
     nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout)
