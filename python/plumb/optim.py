@@ -102,7 +102,7 @@ def scaled_parameters(
                 if not float(param_lr):
                     raise ValueError("Independent weight decay needs a learning rate other than 0.")
                 decay = decay / float(param_lr)
-            rated(param)
+            rated(param, float(scale))
             result.append({"params": [member], "lr": param_lr, "weight_decay": decay, **rest})
     return result
 

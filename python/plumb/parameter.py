@@ -18,7 +18,7 @@ from ._arguments import checked
 
 MupType = Literal["weight", "bias", "norm", "output"]
 
-_rated = WeakIdKeyDictionary()  # parameters whose rates scaled_parameters() made
+_rated = WeakIdKeyDictionary()  # factors of the learning rates that scaled_parameters() made, by parameter
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _watching: list[Any] = []  # the hook, from the first tag on
 
@@ -77,21 +77,32 @@ class _Method:
         return self._function(parameter, *args)
 
 
-def rated(parameter: Tensor) -> None:
-    """Says that :func:`plumb.optim.scaled_parameters` has made the parameter's learning rate."""
-    _rated[parameter] = True
+def rated(parameter: Tensor, factor: float) -> None:
+    """Says that :func:`plumb.optim.scaled_parameters` has made the parameter's learning rate by this factor."""
+    _rated[parameter] = factor
 
 
 def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     """Warns at the first step of an optimizer that gives unit-scaled parameters the rates of plain ones."""
     if optimizer in _seen:
         return
+    rates = {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
+    if rates == {0.0}:  # the first step of a warm-up
+        return
     _seen.add(optimizer)
     from . import optim
 
     # Rates that differ were chosen by somebody.
-    if len({float(group["lr"]) for group in optimizer.param_groups if "lr" in group}) != 1:
+    if len(rates) != 1:
         return
+    factors = {_rated[p] for group in optimizer.param_groups for p in group["params"] if p in _rated}
+    if len(factors) > 1:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps unit-scaled parameters with one learning rate, though they had {len(factors)} for their "
+            "size (u-μP): multiply each group's rate instead of setting it, as LambdaLR does; of OneCycleLR and the like "
+            "max_lr=[g['lr'] for g in optimizer.param_groups]",
+            stacklevel=3,
+        )
     tagged = [p for group in optimizer.param_groups for p in group["params"] if has_parameter_data(p) and p not in _rated]
     wrong = [p for p in tagged if optim.lr_scale_func_adam(p) != 1]
     if not wrong:

@@ -35,3 +35,26 @@ def test_nothing_is_said_of_rates_that_differ_or_of_plain_parameters():
         m(torch.randn(2, 16)).sum().backward()
     assert not steps(torch.optim.AdamW([{"params": [scaled.weight], "lr": 1e-3}, {"params": [scaled.bias], "lr": 1e-2}]))
     assert not steps(torch.optim.AdamW(plain.parameters(), lr=1e-3))
+
+
+def test_rates_of_plumbs_optimizers_that_a_loop_or_schedule_sets_to_one_are_named_and_the_remedy_holds():
+    scaled = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)))
+    scaled(torch.randn(2, 16)).sum().backward()
+
+    def made():
+        return plumb.optim.AdamW(scaled.parameters(), lr=1e-3)
+
+    by_loop, one_cycle, remedied = made(), made(), made()
+    for rate in (0.0, 1e-3):  # a warm-up that begins at zero
+        for group in by_loop.param_groups:
+            group["lr"] = rate
+        said = steps(by_loop)
+        assert len(said) == (rate > 0) and all("AdamW steps" in text and "multiply each group's rate" in text for text in said)
+    torch.optim.lr_scheduler.OneCycleLR(one_cycle, max_lr=0.1, total_steps=9)
+    (text,) = steps(one_cycle)
+    assert "max_lr=[g['lr'] for g in optimizer.param_groups]" in text
+    torch.optim.lr_scheduler.OneCycleLR(remedied, max_lr=[g["lr"] for g in remedied.param_groups], total_steps=9)
+    assert not steps(remedied)
+    warm, same = made(), plumb.optim.AdamW([scaled[0].weight], lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(warm, lambda step: step / 10)
+    assert not steps(warm) and not steps(same)
