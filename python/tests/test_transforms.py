@@ -285,3 +285,14 @@ def test_gradients_of_several_calls_are_summed_call_by_call():
         assert torch.equal(torch.autograd.grad(tracked(x).sum(), tracked.layer.weight)[0], of_calls[-1])
     sum(tracked(x).sum() for x in inputs).backward()
     assert torch.equal(tracked.layer.weight.grad, of_calls[0] + of_calls[1])
+
+
+def test_what_a_frozen_module_returns_requires_a_gradient_where_it_is_tracked():
+    frozen, x = nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4)
+    tracked = track_scales(frozen)
+    y = tracked(x)
+    assert torch.equal(y, frozen(x)) and y.requires_grad and not x.requires_grad
+    y.sum().backward()
+    assert x.grad is None and any(n.meta["metrics"].bwd for n in tracked.scales_graph().nodes if "metrics" in n.meta)
+    with torch.no_grad():
+        assert not tracked(x).requires_grad
