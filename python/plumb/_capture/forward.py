@@ -327,10 +327,14 @@ def capture_engine(
     asks_grad_mode = "is_grad_enabled" in request.asks_settings
     settings = {name: value for name, value in request.settings.items() if name in request.asks_settings}
 
-    def guards(parts: bool = False) -> Guards:
+    def guards(parts: bool = False, tensors: bool = False) -> Guards:
+        modules = request.state_guard.modules
         with capture_lock:  # another capture has its own functions in torch's places
-            modules = request.state_guard.modules
-            return guards_of(request.observer, modules, written, forward, parts, request.plain_inputs, made_once, settings)
+            made = guards_of(request.observer, modules, written, forward, parts, request.plain_inputs, made_once, settings)
+        if tensors:
+            made.add_parameters(modules)
+            made.add_buffers(modules, written)
+        return made
 
     return Captured(
         engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left,
@@ -427,7 +431,7 @@ def capture(
         forward.prepare(args, kwargs)
     leaves, _ = flatten_inputs(args, kwargs)
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
-    guards = captured.guards(parts=True)
+    guards = captured.guards(parts=True, tensors=True)
     guards.end_with(module)
     if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
         guards.mode_line = ""

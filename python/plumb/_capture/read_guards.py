@@ -446,8 +446,8 @@ def guards_of(
     settings: dict[str, Any] = {},  # noqa: B006 (never written)
 ) -> Guards:
     """Returns the guards for what a capture of `modules[0]` has read. `written`: (id of a dict or container, key) of what
-    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, parameters and
-    buffers, too. `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads.
+    the forward itself changed. `forward`: was called instead of ``module(...)``. `parts`: holds the modules' parts, too.
+    `inputs`: those of the capture that are no tensors. `made_once`: changes of slots that the forward also reads.
     `settings`: those of torch that the forward asked for, by their function."""
     make, module = _Resolver(modules, written), modules[0][1]
     for key, owner in observer.iterators.items():
@@ -486,8 +486,5 @@ def guards_of(
         make.guards.add(ATTRIBUTE, Setting(name), "now", value, f"torch.{name}()")
     for inner in observer.inner:
         make.guards.include(inner)
-    if parts:
-        make.guards.add_parameters(modules)
-        make.guards.add_buffers(modules, written)
     make.guards.mode_line = make.guards.mode_line or observer.mode_line
     return make.guards

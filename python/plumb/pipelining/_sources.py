@@ -201,8 +201,7 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None, first: _AsCut | None = None) -> Source:
-    """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards. `first`: of the cut that this one
-    repeats."""
+    """Captures one forward, with marks around the modules of `spec`. `first`: of the cut that this one repeats."""
     logger.info("Tracing model ...")
     parameters = positional_names(unmarked_forward(module))
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
