@@ -67,6 +67,24 @@ def test_the_header_has_what_documents_and_examples_include():
     assert not named - set(re.findall(r'#include "(plumb/[^"]+)"', HEADER)) - {"plumb/plumb.h"}
 
 
+def test_the_header_declares_what_errors_and_the_examples_of_headers_call():
+    files = [f for f in (ROOT / "plumb").rglob("*") if f.suffix in (".cpp", ".h") and "test" not in f.name]
+    texts = [text for f in files for text in re.findall(r'"(?:[^"\\\n]|\\.)*"|^//   .*', f.read_text(), re.MULTILINE)]
+    named = {name for text in texts for name in re.findall(r"\bplumb::(\w+)(?:<\w+>)?\(", text)}
+    named -= {"python_function", "encode", "decode", "tensor_metrics"}  # operators
+    reached, waiting = "", ["plumb/plumb.h"]
+    seen = set(waiting)
+    while waiting:
+        text = (ROOT / waiting.pop()).read_text()
+        reached += text
+        new = set(re.findall(r'#include "(plumb/[^"]+)"', text)) - seen
+        seen |= new
+        waiting += new
+    assert {"apply", "allow_operators", "compile", "unit_scale"} <= named
+    declared = set(re.findall(r"^(?!//|#| ).*?[ &*](\w+)\(", reached, re.MULTILINE))
+    assert named - declared == set()
+
+
 @pytest.mark.skipif(not (BUILD / "compile_commands.json").exists(), reason="no build folder")
 def test_what_capture_cannot_take_is_refused_by_the_compiler_with_the_reason_and_fragments_of_pages_compile(tmp_path):
     lacks = {
