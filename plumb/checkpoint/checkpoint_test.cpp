@@ -241,6 +241,8 @@ TEST_F(Checkpoints, OptimizersGoOnBitForBit) {
   torch::optim::SGD sgd({a}, torch::optim::SGDOptions(0.1).momentum(0.9));
   const Error error = error_of([&] { load_optimizer_state(sgd, {{"a", a}}, *Checkpoint::newest(folder_ / "plain")); });
   EXPECT_THAT(error.what(), HasSubstr("momentum_buffer/a"));
+  EXPECT_THAT(message_of([&] { load_optimizer_state(sgd, {{"a", a}}, "here", ReadState()); }),
+              HasSubstr("here: the function that reads the state is empty"));
 }
 
 }  // namespace

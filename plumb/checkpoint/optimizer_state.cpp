@@ -109,6 +109,7 @@ void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, 
 
 void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const std::string& place,
                           const ReadState& read) {
+  if (!read) throw Error(ErrorKind::InvalidArgument, place + ": the function that reads the state is empty");
   by_kind(optimizer, [&]<class State>(const State&) {
     for (const auto& [name, parameter] : parameters) {
       auto state = read_state<State>(place, read, name, parameter);

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/models_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
@@ -152,6 +153,15 @@ TEST(Hooks, ThatLeaveTheirActionOutAreNamed) {
               HasSubstr("microbatch 0 in stage 0 goes forward twice"));
   EXPECT_THAT(message_of([&] { train("mlp", "LoopedBFS", {{{ActionKind::FullBackward}, twice}}); }),
               HasSubstr("goes back in stage 1 without a forward before it"));
+}
+
+TEST(Hooks, WithoutAFunctionOrForAStageThatIsNotThereAreNamedBeforeTheFirstStep) {
+  EXPECT_THAT(message_of([] { train("mlp", "LoopedBFS", {{{ActionKind::FullBackward}, ActionHook()}}); }),
+              HasSubstr("the hook of B has no function"));
+  for (const int stage : {2, -2}) {
+    EXPECT_THAT(message_of([&] { train("mlp", "LoopedBFS", {{{ActionKind::Forward, stage}, perform}}); }),
+                HasSubstr(str("a hook of F is for stage ", stage, ", the model has 2")));
+  }
 }
 
 TEST(Hooks, AreToldApartFromTheDriverOfNoStep) {

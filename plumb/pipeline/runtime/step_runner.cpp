@@ -67,6 +67,19 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
   }
 }
 
+// Throws Error(InvalidArgument) that names a hook that has no function, or whose stage the model does not have.
+void check_hooks(const ActionHooks& hooks, int num_stages) {
+  for (const auto& [point, hook] : hooks) {
+    const bool there = point.stage >= HookPoint::kEveryStage && point.stage < num_stages;
+    if (hook && there) continue;
+    const std::string kind(to_string(point.kind));
+    throw Error(ErrorKind::InvalidArgument,
+                there ? "the hook of " + kind + " has no function"
+                      : str("a hook of ", kind, " is for stage ", point.stage, ", the model has ", num_stages),
+                "", "give it a function, and a stage of the model or HookPoint::kEveryStage");
+  }
+}
+
 // Throws on every rank if this one cannot start.
 PipelineSetup make_setup(PipeTable layout, const Schedule& schedule,
                          const std::map<int, std::shared_ptr<StageFunction>>& functions, PipelineOptions options,
@@ -79,6 +92,7 @@ PipelineSetup make_setup(PipeTable layout, const Schedule& schedule,
     check_parts(setup.wiring, schedule, functions, me, transport.group().size());
     check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
     check_merges(options.output_merges);
+    check_hooks(options.hooks, layout.num_stages());
   } catch (const std::exception& e) {
     // The others wait for this rank: they get the reason why it does not come.
     try {

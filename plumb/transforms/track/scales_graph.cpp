@@ -178,6 +178,10 @@ ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std
 }
 
 ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::function<bool(const ScaleNode&)>& selected) {
+  if (!selected) {
+    throw Error(ErrorKind::InvalidArgument, "prune_selected_nodes: the function is empty", "",
+                "give one that selects nodes, or a list of their names");
+  }
   std::vector<ScaleNode> nodes = with_places(graph);
   std::vector<bool> keep(nodes.size(), true);
   for (size_t i = 0; i < nodes.size(); ++i) keep[i] = nodes[i].kind == NodeKind::Output || !selected(nodes[i]);

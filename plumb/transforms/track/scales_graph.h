@@ -53,7 +53,7 @@ ScalesGraph prune_non_float_tensors(const ScalesGraph& graph);
 ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol = 0x1p-16);
 
 // Removes nodes by operator ("aten::add" stands for every overload), parameter name or input name, or as `selected`
-// says. Users take its inputs.
+// says. Users take its inputs. Throws Error(InvalidArgument) for an empty function.
 ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std::string>& targets);
 ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::function<bool(const ScaleNode&)>& selected);
 

@@ -10,6 +10,7 @@
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/scale/unit_scale.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -321,6 +322,8 @@ TEST(Prune, TakesOutSelectedOperators) {
   EXPECT_THAT(names(pruned), testing::ElementsAre("x", "i", "y", "s", "o", "n", "output"));
   EXPECT_THAT(inputs_of(pruned, "s"), testing::ElementsAre("y"));
   EXPECT_THAT(inputs_of(pruned, "y"), testing::ElementsAre("x"));
+  EXPECT_THAT(message_of([] { prune_selected_nodes(run_small(), std::function<bool(const ScaleNode&)>()); }),
+              testing::HasSubstr("prune_selected_nodes: the function is empty"));
 }
 
 TEST(Prune, TakesAHundredThousandNodes) {
