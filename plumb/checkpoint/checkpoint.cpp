@@ -136,12 +136,15 @@ void Checkpoint::load(const NamedTensors& into) const {
     const CheckpointTensor* stored = find(name);
     if (!stored && ++count <= 10) missing += (missing.empty() ? "" : ", ") + name;
     if (!stored) continue;
+    if (!tensor.defined() || tensor.is_meta())
+      throw Error(ErrorKind::TensorMismatch, folder_ + ": '" + name + "' has no memory to load values into", "",
+                  "give the model's tensor on a device that has memory: at::empty_like(tensor, at::kCPU)");
     if (stored->dtype != tensor.scalar_type() || at::IntArrayRef(stored->sizes) != tensor.sizes())
       throw Error(ErrorKind::TensorMismatch,
                   folder_ + ": '" + name + "' is " + shape_and_dtype(stored->dtype, stored->sizes) +
                       ", the model has " + shape_and_dtype(tensor.scalar_type(), tensor.sizes()),
                   "", "load it into the model that it was saved from");
-    if (!tensor.has_storage() || tensor.storage().data() == nullptr) continue;  // on the meta device
+    if (!tensor.has_storage() || tensor.storage().data() == nullptr) continue;  // no elements
     const std::string& first = names.try_emplace(tensor.const_data_ptr(), name).first->second;
     const CheckpointTensor& other = *find(first);
     if (other.sizes == stored->sizes && other.checksum != stored->checksum)

@@ -60,7 +60,7 @@ class Checkpoint {
   at::Tensor read(const std::string& name) const;
   at::Tensor read_optimizer(const std::string& name) const;
   // Reads into existing tensors, one at a time. Throws Error(UnknownName) that lists the missing names, and
-  // Error(TensorMismatch) for another shape or dtype, before any is changed.
+  // Error(TensorMismatch) for another shape or dtype or a tensor without memory, before any is changed.
   void load(const NamedTensors& into) const;
   // Reads everything, in pieces, and throws if a byte has changed.
   void verify() const;

@@ -197,6 +197,10 @@ TEST_F(Checkpoints, LoadIntoTensorsOrSayWhatDiffers) {
   EXPECT_EQ(other.kind(), ErrorKind::TensorMismatch);
   EXPECT_THAT(other.what(), HasSubstr("'b.weight' is Float[4], the model has Float[5]"));
   EXPECT_EQ(error_of([&] { c.load({{"b.weight", at::zeros({4}, at::kDouble)}}); }).kind(), ErrorKind::TensorMismatch);
+  for (const at::Tensor& none : {at::Tensor(), at::empty({4}, at::kMeta)}) {
+    EXPECT_THAT(message_of([&] { c.load({{"a.weight", a}, {"b.weight", none}}); }),
+                HasSubstr("'b.weight' has no memory to load values into"));
+  }
   EXPECT_TRUE(at::equal(b, at::zeros({4})));
 }
 
