@@ -157,6 +157,8 @@ TEST(Microbatches, AreNotMergedIfTheyDiffer) {
   EXPECT_EQ(kind([&] { mean_by_rows({one, one}, {1}); }), ErrorKind::StructureMismatch);
   EXPECT_EQ(kind([&] { sum_by_rows({one, one}, {1, 1}, 0); }), ErrorKind::StructureMismatch);
   EXPECT_EQ(kind([&] { sum_by_rows({one, one, one}, {1, 1, 1}, 2); }), ErrorKind::StructureMismatch);
+  EXPECT_THAT(message_of([&] { merge_outputs({{one}}, {{}, OutputMerge::sum()}, {2}); }),
+              HasSubstr("2 output merges for 1 outputs"));
   EXPECT_EQ(kind([&] { merge_outputs({{one}}, {OutputMerge::custom(nullptr)}, {2}); }), ErrorKind::InvalidArgument);
 }
 

@@ -73,6 +73,11 @@ Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vect
                       const std::vector<int64_t>& rows) {
   check_merges(merges);
   if (by_microbatch.empty()) return {};
+  if (merges.size() > by_microbatch[0].size()) {
+    throw Error(ErrorKind::StructureMismatch,
+                str(merges.size(), " output merges for ", by_microbatch[0].size(), " outputs"), "",
+                "give one merge an output, in their order");
+  }
   if (rows.size() != by_microbatch.size()) {
     throw Error(ErrorKind::StructureMismatch,
                 str("outputs of ", by_microbatch.size(), " microbatches, and rows of ", rows.size()));

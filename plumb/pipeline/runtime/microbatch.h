@@ -45,8 +45,8 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
 void check_merges(const std::vector<OutputMerge>& merges);
 
 // Returns the outputs (by microbatch) as one list. `merges` may be shorter than the outputs: concatenate along 0.
-// Throws what check_merges() throws, Error(StructureMismatch) for microbatches with other outputs than the first one
-// and for another number of rows, and Error(TensorMismatch) for shapes that do not merge.
+// Throws what check_merges() throws, Error(StructureMismatch) for microbatches with other outputs than the first one,
+// another number of rows or more merges than outputs, and Error(TensorMismatch) for shapes that do not merge.
 Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vector<OutputMerge>& merges,
                       const std::vector<int64_t>& rows);
 
