@@ -10,6 +10,7 @@
 #include <iterator>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime/microbatch.h"
@@ -208,6 +209,15 @@ TEST(ProcessGroup, DividesIntoSubgroups) {
   EXPECT_EQ(run.reports[2]["refused"], "rank 2 is not in the subgroup 'none' it asks for");
 }
 
+TEST(ProcessGroup, RefusesABackendWithoutAFunctionAndAPortThatThereIsNot) {
+  EXPECT_THAT(message_of([] { register_device_backend(at::kXPU, {}); }), HasSubstr("the function is empty"));
+  for (const int port : {-2, 1 << 16}) {
+    const RankEnvironment env{.world_size = 2, .master_port = port};
+    EXPECT_THAT(message_of([&] { make_gloo_group(env, {.timeout = std::chrono::milliseconds(100)}); }),
+                HasSubstr(str("there is no port ", port)));
+  }
+}
+
 Role alone_role("alone", [] {
   if (std::getenv("RANK") == std::string("1")) return 0;  // never joins
   make_group_from_environment({std::chrono::milliseconds(1500)});
@@ -277,6 +287,16 @@ TEST(Launch, NamesAProgramThatCannotBeStarted) {
   LaunchOptions options;
   options.program = "/no/such/program";
   EXPECT_THAT(message_of([&] { launch_local(options); }), HasSubstr("cannot start '/no/such/program'"));
+}
+
+TEST(Launch, TakesNoNumberOfProcessesBelowZero) {
+  for (int LaunchOptions::*number :
+       {&LaunchOptions::num_processes, &LaunchOptions::replacements, &LaunchOptions::spares}) {
+    LaunchOptions options;
+    options.program = "/bin/true";
+    options.*number = -1;
+    EXPECT_EQ(error_of([&] { launch_local(options); }).kind(), ErrorKind::InvalidArgument);
+  }
 }
 
 TEST(Launch, SaysThatDescriptorsAreFew) {

@@ -280,6 +280,10 @@ LaunchResult launch_local(const LaunchOptions& options) {
   if (options.num_processes < 1) {
     throw Error(ErrorKind::InvalidArgument, str(options.num_processes, " processes cannot be started"));
   }
+  if (options.replacements < 0 || options.spares < 0) {
+    throw Error(ErrorKind::InvalidArgument, str(options.replacements, " replacements, ", options.spares, " spares"), "",
+                "0 or more of each");
+  }
   return Launch(options).run();
 }
 

@@ -235,6 +235,10 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
   if (env.rank < 0 || env.rank >= env.world_size) {
     throw Error(ErrorKind::InvalidArgument, str("rank ", env.rank, " of ", env.world_size, " ranks does not exist"));
   }
+  if (env.master_port < 0 || env.master_port > 65535) {
+    throw Error(ErrorKind::InvalidArgument, str("there is no port ", env.master_port, " for the store of rank 0"), "",
+                "set RankEnvironment::master_port from 0 to 65535");
+  }
   auto state = std::make_shared<ProcessGroup::State>();
   state->rank = env.rank;
   state->size = env.world_size;
@@ -311,6 +315,8 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
 }
 
 void register_device_backend(c10::DeviceType type, MakeDeviceBackend make) {
+  if (!make)
+    throw Error(ErrorKind::InvalidArgument, "register_device_backend: the function is empty", "", "give it one");
   device_backends()[type] = std::move(make);
 }
 
