@@ -37,6 +37,11 @@ std::vector<int64_t> generate(GraphModule& module, std::vector<int64_t> prompt, 
       ids.sizes[1] < 1) {
     throw UsageError("FILE: sampling needs a model of one input, the ids, i64[batch, length]", "a token model's file");
   }
+  if (options.tokens < 0 || !(options.temperature >= 0 && options.temperature <= 1e6) || options.top_k < 0) {
+    throw UsageError(c10::str("sampling of ", options.tokens, " tokens at the temperature ", options.temperature,
+                              " from the likeliest ", options.top_k),
+                     "numbers from 0 on, a temperature of 1e6 at most");
+  }
   if (prompt.empty()) prompt.push_back(0);
   const auto runs = evaluation_graph(module);
   const int64_t length = ids.sizes[1];

@@ -4,10 +4,12 @@
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/training/generate.h"
 #include "plumb/training/options_testing.h"
 #include "plumb/training/plan/dry_run.h"
 #include "plumb/training/recovery/lasting.h"
 #include "plumb/training/step/optimizer.h"
+#include "plumb/training/usage.h"
 
 namespace plumb {
 namespace {
@@ -348,6 +350,13 @@ TEST_F(TrainingOptions, ATrainerRunsOnce) {
   Trainer trainer(options, {.event = [](const TrainEvent&) {}}, std::move(parts));
   EXPECT_EQ(trainer.run().steps, 6);
   EXPECT_THAT(message_of([&] { trainer.run(); }), HasSubstr("this training has run"));
+}
+
+TEST_F(TrainingOptions, OfSamplingAreRefusedOutOfRange) {
+  for (const GenerateOptions& o : {GenerateOptions{.tokens = -1}, GenerateOptions{.temperature = -1},
+                                   GenerateOptions{.temperature = std::nan("")}, GenerateOptions{.top_k = -1}})
+    EXPECT_THROW(generate(*lm(), {}, o), UsageError);
+  EXPECT_EQ(generate(*lm(), {}, {.tokens = 3}).size(), 3u);
 }
 
 TEST_F(TrainingOptions, RatesAreTheFormulasOfTheHeader) {
