@@ -233,8 +233,8 @@ Json GraphWriter::write() {
 
 void GraphWriter::write_node(const Node& node, Level& level) {
   if (node.is_op("plumb::python_function")) {
-    refuse(node, "it calls a Python autograd function",
-           "replace the function by a registered operator (torch.library)");
+    refuse(node, "it calls a custom autograd function of this process",
+           "replace the function by a registered operator (torch.library, TORCH_LIBRARY)");
   }
   auto python = python_function(node.target());
   std::string target = node.target();

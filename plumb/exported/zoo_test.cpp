@@ -6,7 +6,9 @@
 #include <map>
 
 #include "plumb/capture/capture.h"
+#include "plumb/capture/custom_function.h"
 #include "plumb/exported/exported.h"
+#include "tests/message_of.h"
 #include "tests/test_device.h"
 #include "tests/zoo.h"
 
@@ -128,6 +130,14 @@ TEST_F(ZooFiles, BFloat16) {
   zoo::GPT model(50, 16, 1, 4, 32, false);
   model->to(at::kBFloat16);
   there_and_back(model, ids());
+}
+
+TEST_F(ZooFiles, HoldNoCustomFunctionOfThisProcess) {
+  torch::nn::Module none;
+  const int64_t id = register_opaque([](const std::vector<Tensor>& in) { return std::vector{in[0] * 2}; }, "mine");
+  const auto graph = capture_call(none, [&](Tensor x) { return call_opaque(id, {x})[0]; }, {}, torch::ones({2}));
+  EXPECT_NE(message_of([&] { save_pt2(*graph, "/dev/null"); }).find("a custom autograd function of this process"),
+            std::string::npos);
 }
 
 }  // namespace
