@@ -9,6 +9,7 @@
 #include "plumb/capture/session.h"
 #include "plumb/capture/verify.h"
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/own_buffers.h"
 #include "plumb/graph/summary.h"
 
@@ -306,6 +307,10 @@ std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const Captur
   if (options.input_names.size() > request.inputs.size()) {
     throw Error(ErrorKind::StructureMismatch, c10::str("CaptureOptions::input_names has ", options.input_names.size(),
                                                        " names for ", request.inputs.size(), " inputs"));
+  }
+  for (const std::string& name : options.input_names) {
+    if (is_utf8(name)) continue;
+    throw Error(ErrorKind::InvalidArgument, "'" + name + "' is no name of an input", "", "give it a name in UTF-8");
   }
   CaptureMode mode = first_mode(allowed_modes(request, options), request.control_values.has_value());
   OneCapture first = capture_in_modes(request, options, mode);

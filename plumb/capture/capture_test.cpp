@@ -390,6 +390,8 @@ TEST(Capture, RefusesARequestWhosePartsDoNotFit) {
   CaptureOptions names;
   names.input_names = {"a", "b"};
   EXPECT_THAT(message_of([&] { capture(request, names); }), HasSubstr("2 names for 1 inputs"));
+  names.input_names = {"\xff"};
+  EXPECT_THAT(message_of([&] { capture(request, names); }), HasSubstr("'\\xff' is no name of an input"));
   EXPECT_THAT(message_of([] { register_opaque(nullptr, "mine"); }), HasSubstr("'mine' is empty"));
 }
 
