@@ -396,8 +396,9 @@ void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& output
         })) {
       recorder.refuse(
           "the forward registers a hook on a gradient (at " + node->name() + "), which a graph would not call",
-          "write it as a custom autograd function, or register the hook on the model's output or on a "
-          "parameter");
+          "write it as a custom autograd function, or register the hook on the model's output or on a parameter; "
+          "torch hooks the results of an operator of your own that has no Autograd kernel: give it one, or register "
+          "it for CompositeImplicitAutograd");
     }
     for (const auto& edge : node->next_edges()) left.push_back(edge.function.get());
   }

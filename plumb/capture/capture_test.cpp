@@ -243,7 +243,17 @@ TEST(Capture, KeepsCustomFunctionsThatAreAppliedByPlumb) {
   EXPECT_TRUE(x.grad().equal(y.grad()));
 }
 
+TORCH_LIBRARY_FRAGMENT(plumb_capture_test, m) { m.def("half(Tensor x) -> Tensor"); }
+TORCH_LIBRARY_IMPL(plumb_capture_test, CPU, m) {
+  m.impl("half", [](const Tensor& x) { return x / 2; });
+}
+
 TEST(Capture, RefusesHooksOnGradients) {
+  EXPECT_THAT(refusal([](Tensor x) {
+                static const auto half = find_operator("plumb_capture_test::half").typed<Tensor(const Tensor&)>();
+                return half.call(x * torch::ones({4}).requires_grad_());
+              }),
+              HasSubstr("an operator of your own that has no Autograd kernel"));
   Tensor w = torch::ones({4}).requires_grad_();
   auto hooked = [=](Tensor x, bool last) {
     Tensor y = (x * w).sin(), z = y * 2;
