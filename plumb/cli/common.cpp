@@ -22,7 +22,7 @@ namespace {
 
 std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
   const std::string text = read_file(path);
-  if (text.find('\0') != std::string::npos) {
+  if (text.find('\0') != std::string::npos || text.find("graph") == std::string::npos) {
     throw Error(ErrorKind::BadFile, path + ": is neither a .pt2 file by its name nor a graph's text", "",
                 "give a file that ends in .pt2, or a text as `plumb show` prints it");
   }

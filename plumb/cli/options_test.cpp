@@ -99,6 +99,14 @@ torch.export.save(torch.export.export(Named(), (torch.ones(6, 8), "double")), "n
   EXPECT_EQ(plumb("run named.pt2 --input x.pt").code, 0);
 }
 
+TEST_F(Options, AFileThatIsNoProgramAndNoGraphsTextIsNamedAsSuch) {
+  std::ofstream(folder() / "note.txt") << "hi\n";
+  const Ended shown = plumb("show note.txt");
+  EXPECT_EQ(shown.code, 1);
+  EXPECT_NE(shown.err.find("note.txt: is neither a .pt2 file by its name nor a graph's text"), std::string::npos)
+      << shown.err;
+}
+
 TEST_F(Options, WrongUseNamesTheOptionAndTheFix) {
   ASSERT_EQ(plumb("show lm.pt2 -o lm.txt").code, 0);
   wrong("", "subcommand");
