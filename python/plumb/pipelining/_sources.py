@@ -223,11 +223,10 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None, 
             return None
         return as_cut.run(model, lambda: from_module(model, args, kwargs, spec, first or as_cut), **other)
 
-    arguments = _argument_names(captured.in_spec, parameters)
     example = [x if isinstance(x, Tensor) else None for x in leaves]
     return Source(
-        whole, arguments, parameters, example, again, unit_scaled=is_marked(module), model=alive, guards=guards,
-        kinds=as_cut.kinds,
+        whole, _argument_names(captured.in_spec, parameters), parameters, example, again, unit_scaled=is_marked(module),
+        model=alive, guards=guards, kinds=as_cut.kinds,
     )  # fmt: skip
 
 
