@@ -197,7 +197,7 @@ class _Batches:
         kept = getattr(self._source, "state_dict", None)
         if kept is None:
             return json.dumps({"batches": self._taken})
-        return json.dumps({"batches": self._taken, "state": to_plain(kept())})
+        return json.dumps({"batches": self._taken, "state": to_plain(kept(), "the data's state")})
 
     def load_state(self, text: str) -> None:
         state = json.loads(text)
@@ -205,7 +205,7 @@ class _Batches:
             raise Error("the checkpoint's position in the data is not one of an iterable", remedy="the data it was written with")
         restored = "state" in state and hasattr(self._source, "load_state_dict")
         if restored:
-            self._source.load_state_dict(from_plain(state["state"]))
+            self._source.load_state_dict(from_plain(state["state"], "state of the data"))
         self._iterator, self._taken = iter(self._source), state["batches"]
         for _ in range(0 if restored else self._taken):
             next(self._iterator, None)

@@ -23,6 +23,7 @@ from . import _C
 from ._arguments import checked
 from ._C import Checkpoint
 from ._errors import Error, ErrorKind, InvalidType
+from ._plain_state import from_plain, to_plain
 from ._unit_scaled import MARK
 from .parameter import has_parameter_data
 
@@ -63,7 +64,7 @@ def _tensors(model: Model) -> dict[str, Tensor]:
                 raise Error(
                     f"'{name}' of the model's state_dict is a {type(value).__name__}, no tensor",
                     kind=ErrorKind.Unsupported,
-                    remedy="keep it in state=..., which is JSON, and give the tensors: {name: t for name, t in "
+                    remedy="keep it in state=..., and give the tensors: {name: t for name, t in "
                     "model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}",
                 )
             if hasattr(value, "full_tensor"):
@@ -155,19 +156,6 @@ def _plain(value: Any, what: str) -> Any:
     )
 
 
-def _refuse_keys(state: Any) -> None:
-    """Refuses keys of which JSON makes texts: a schedule that is loaded with these finds none of its steps."""
-    for key in state if isinstance(state, dict) else ():
-        if not isinstance(key, str):
-            raise Error(
-                f"the state has the key {key!r}, of which JSON would make a text",
-                kind=ErrorKind.Unsupported,
-                remedy="keep list(d.items()), and make a dict of it after loading (a MultiStepLR's milestones a Counter)",
-            )
-    for value in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
-        _refuse_keys(value)
-
-
 def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
     tensors: list[tuple[str, Tensor]] = []
     groups, values = [], {}
@@ -234,7 +222,8 @@ class Writer:
         self, model: Model, optimizer: torch.optim.Optimizer | None = None, *, step: int, state: Any = None
     ) -> None:
         """Saves the model (a module, a stage, a schedule, a dict of tensors, or a list of these), the optimizer over its
-        parameters, and `state`: anything that JSON holds; that of rank 0 counts. All ranks call it.
+        parameters, and `state`: numbers, texts, bytes, tensors, arrays, lists, tuples and dicts, as a schedule's state_dict()
+        or a generator's get_state() is; that of rank 0 counts. All ranks call it.
 
         What befalls files and other ranks does not raise: see :meth:`problem`."""
         _refuse_other_optimizers(optimizer)
@@ -248,24 +237,17 @@ class Writer:
         tagged = {name: tag for *_, tags in of_ranks for name, tag in tags.items()}
         others = [set().union(*(rank[i] for rank in of_ranks[: self._rank])) for i in (0, 1)]
         document = {
-            "state": state,
+            "plain_state": to_plain(state),
             "groups": [group for *_, about, _ in of_ranks for group in about["groups"]],
             "values": {name: value for *_, about, _ in of_ranks for name, value in about["values"].items()},
             "unit_scaled": True if marked else None if any(tagged.values()) else False,
             "tagged": tagged,
         }
-        try:
-            text = json.dumps(document, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise Error(
-                f"the state cannot be kept as JSON: {error}", remedy="keep numbers, texts, lists and dicts"
-            ) from None
-        _refuse_keys(state)
         self._writer.save(
             step,
             [(name, tensor) for name, tensor in tensors.items() if name not in others[0]],
             [(name, tensor) for name, tensor in own if name not in others[1]],
-            text,
+            json.dumps(document, allow_nan=False),
             marked or any(tagged.values()),
         )
 
@@ -412,7 +394,8 @@ def load(
             remedy="load it into the model that it was saved from, or say whole=False",
         )
     document = json.loads(checkpoint.state())
-    by_python = isinstance(document, dict) and set(document) - _ABOUT_WEIGHTS == {"state", "groups", "values"}
+    by_python = isinstance(document, dict) and set(document) - _ABOUT_WEIGHTS == {"plain_state", "groups", "values"}
+    state = from_plain(document["plain_state"], "state") if by_python else document
     _refuse_other_weights(checkpoint, document, model, all_tensors)
     checkpoint.load(list(tensors.items()))
     if optimizer is not None:
@@ -423,4 +406,4 @@ def load(
                 remedy="load without the optimizer; its state is in read_optimizer(name)",
             )
         _load_optimizer(checkpoint, document, optimizer, _names(tensors))
-    return checkpoint.step, document["state"] if by_python else document
+    return checkpoint.step, state
