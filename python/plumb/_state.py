@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any, Iterator
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ._errors import Error, ErrorKind
 from ._trees import in_utf8
@@ -28,6 +30,19 @@ def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
         _check_name(name)
     seen: set[str] = set()
     return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
+
+
+def is_compiled(module: Any) -> bool:
+    """Returns whether this is a result of torch.compile."""
+    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def unwrapped(module: Any) -> Any:
+    """Returns the module that DistributedDataParallel or torch.compile was given: its state has its own names."""
+    while (replicated := isinstance(module, DistributedDataParallel)) or is_compiled(module):
+        module = module.module if replicated else module._orig_mod
+    return module
 
 
 def constants_of(engine: Any) -> dict[str, Tensor]:

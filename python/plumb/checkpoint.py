@@ -17,13 +17,13 @@ from typing import Any, Union
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
 from ._arguments import checked
 from ._C import Checkpoint
 from ._errors import Error, ErrorKind, InvalidType
 from ._plain_state import from_plain, to_plain
+from ._state import unwrapped
 from ._unit_scaled import MARK
 from .parameter import has_parameter_data
 
@@ -38,8 +38,7 @@ def _parts(model: Model) -> Iterator[Mapping[str, Any]]:
     if isinstance(model, Mapping):
         yield model
     elif isinstance(model, nn.Module):
-        module = model.module if isinstance(model, DistributedDataParallel) else model
-        yield module.state_dict(keep_vars=True)
+        yield unwrapped(model).state_dict(keep_vars=True)
     elif hasattr(model, "submod"):  # a stage
         yield from _parts(model.submod)
     elif hasattr(model, "_stages"):  # a schedule of several

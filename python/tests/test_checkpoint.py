@@ -208,6 +208,16 @@ def test_a_schedule_comes_back_as_it_was(schedule_of, tmp_path):
     assert schedule.get_last_lr() == again.get_last_lr() and again.get_last_lr()[0] < 0.5
 
 
+def test_a_compiled_model_has_the_names_of_the_model_that_was_compiled(tmp_path):
+    net, again = make_net(), make_net()
+    plumb.checkpoint.save(tmp_path, torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters()), step=1)
+    plumb.checkpoint.load(tmp_path, again, torch.optim.SGD(again.parameters()))
+    assert_equal_state(net, again)
+    net[0].weight.data.zero_()
+    plumb.checkpoint.load(tmp_path, torch.compile(net, backend="eager"))
+    assert_equal_state(net, again)
+
+
 def test_names_of_one_tensor_take_no_two_values(tmp_path):
     def pair(tied):
         net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))

@@ -211,6 +211,7 @@ def test_a_report_says_in_a_line_what_was_done_and_is_a_table_in_a_notebook():
     said = report(scaled)
     assert re.fullmatch(r"<Report of unit_scale: \d+ replaced, .*; print\(\) shows every entry>", repr(said))
     assert said._repr_html_().count("<tr>") == 1 + len(said[0]["entries"])
+    assert str(report(torch.compile(scaled, backend="eager"))) == str(said)
     said[0]["entries"][0]["node"] = "<script>"
     assert "&lt;script&gt;" in said._repr_html_() and "<script>" not in said._repr_html_()
 

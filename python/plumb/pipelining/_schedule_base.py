@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
-import sys
 from collections.abc import Callable, Container
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from .. import _C
 from .._arguments import checked
 from .._errors import Error, ErrorKind
+from .._state import is_compiled
 from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _check, _row, _schedule, _table, _validate_schedule
 from ._run import CustomFunctions, Run, group_timeout, prepare_own
 from ._utils import InvalidSchedule, InvalidType, InvalidValue
@@ -295,10 +295,9 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
 
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
-    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
-    for stage in stages if dynamo is not None else []:
+    for stage in stages:
         module = getattr(stage, "submod", None)
-        if isinstance(module, torch.nn.Module) and any(isinstance(m, dynamo.OptimizedModule) for m in module.modules()):
+        if isinstance(module, torch.nn.Module) and any(map(is_compiled, module.modules())):
             raise Error(
                 f"{schedule_name} halves the backward, which torch.compile does not support; stage "
                 f"{stage.stage_index} is compiled: use a schedule with full backwards, such as 1F1B"

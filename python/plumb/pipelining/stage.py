@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _C
 from .._arguments import checked
 from .._errors import Error, ErrorKind
+from .._state import unwrapped
 from ._chunks import ChunkSteps
 from ._stage_module import Sizes, StageModule, at_sizes
 from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, is_of, wire_texts  # noqa: F401
@@ -301,8 +302,8 @@ class _PipelineStageBase(ChunkSteps):
         return list(self.submod.named_parameters()) if isinstance(self.submod, torch.nn.Module) else []
 
     def own_module(self) -> Any:
-        """Returns the module without what replicates it."""
-        return self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        """Returns the module without what replicates or compiles it."""
+        return unwrapped(self.submod)
 
     def state_on_cpu(self) -> dict[str, torch.Tensor]:
         """The module's ``state_dict`` in plain tensors on the CPU. All ranks that share a sharded module must ask."""
@@ -408,13 +409,6 @@ class _PipelineStage(_PipelineStageBase):
             getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
-
-    def own_module(self) -> Any:
-        """Returns the module as it was cut, without what replicates or compiles it."""
-        module = super().own_module()
-        while (inner := getattr(module, "_orig_mod", None)) is not None:
-            module = inner
-        return module
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         module = self.own_module()

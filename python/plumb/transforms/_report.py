@@ -13,7 +13,7 @@ from .. import _C
 from .._arguments import checked
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._state import sync_state
+from .._state import sync_state, unwrapped
 from ._apply import forward_of
 
 # Reports of plain modules that fold() made, while they live. A graph keeps its own.
@@ -75,6 +75,7 @@ def report(module: nn.Module) -> Report:
     """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
 
     Known after its first forward. The report of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
+    module = unwrapped(module)
     is_module = isinstance(module, nn.Module)
     done = [folded_reports[module]] if is_module and module in folded_reports else list(getattr(module, "_reports", ()))
     forward = forward_of(module) if is_module else None
@@ -119,6 +120,7 @@ def scale_causes(module: nn.Module, low: float = 0.25, high: float = 4.0) -> Sca
 
     Raises plumb.Error(InvalidState) if the module is not tracked or has not run, plumb.Error(InvalidArgument) unless 0 < low < high.
     """
+    module = unwrapped(module)
     said = [
         (entry["node"], entry["reason"])
         for part in report(module)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 from typing import Any, Iterator
 
 import torch
@@ -22,7 +21,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
 from .._graph_module import by_handle, constant_result
-from .._state import CONSTANT, member, state_of
+from .._state import CONSTANT, is_compiled, member, state_of
 from .._trees import children
 
 
@@ -231,8 +230,7 @@ def get_name(module: nn.Module) -> str:
 
 def refuse_compiled(module: nn.Module) -> None:
     """Raises `plumb.Error` for modules whose forward is no Python that a graph could be captured of."""
-    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+    if is_compiled(module):
         raise Error(
             "the module is a result of torch.compile, and a transform takes the model that was compiled",
             kind=ErrorKind.Unsupported,
