@@ -379,7 +379,7 @@ def gpt(rounds: int, steps: int, only: list[str]) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) == 4:
+    if len(sys.argv) == 4 and sys.argv[1].startswith(("plumb ", "torch ")):
         child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
         return
     torch.set_num_threads(1)

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "plumb/core/error.h"
 #include "plumb/numerics/hash.h"
 #include "plumb/recording/recorder.h"
@@ -319,6 +321,8 @@ TEST_F(Diffs, ModulesAreComparedTensorByTensor) {
   EXPECT_FALSE(net->state().get("up.weight").tensor.grad().defined());
   // A relative tolerance.
   EXPECT_FALSE(diff(*net, *two_layers(1e-6), {x}, {.tolerance = 1e-3}).first);
+  for (const double wrong : {-1.0, double{NAN}, double{INFINITY}})
+    EXPECT_THROW(diff(*net, *two_layers(1e-6), {x}, {.tolerance = wrong}), Error);
 }
 
 TEST_F(Diffs, ATransformedModelIsComparedByDistance) {

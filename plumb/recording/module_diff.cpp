@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <set>
@@ -132,6 +133,9 @@ void ModuleDiff::run(const std::function<at::Tensor(GraphModule& graph)>& loss) 
 }
 
 DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
+  if (!(tolerance >= 0 && std::isfinite(tolerance))) {
+    throw Error(ErrorKind::InvalidArgument, c10::str("tolerance is ", tolerance), "", "a relative difference, 0.001");
+  }
   DiffReport report{names.a, names.b};
   if (operators_of(*a) != operators_of(*b) || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
   std::map<std::string, TrackedTensor> others;

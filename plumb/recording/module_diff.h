@@ -27,7 +27,8 @@ class ModuleDiff {
   // the same random numbers. Gradients, buffers and generators are put back.
   void run(const std::function<at::Tensor(GraphModule& graph)>& loss);
 
-  // Compares what has run. Differences of a relative size up to `tolerance` count as none.
+  // Compares what has run. Differences of a relative size up to `tolerance` count as none. Throws
+  // Error(InvalidArgument) for a tolerance that is negative or not finite.
   DiffReport report(const DiffNames& names = {}, double tolerance = 0) const;
 
  private:
