@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from . import functional as U
 from .constraints import Constraint
 from .functional._common import refuse
-from .parameter import MupType, Parameter
+from .parameter import MupType, Parameter, keep_tags
 
 
 def _tag(module: nn.Module, weight_type: MupType) -> None:
+    module.register_load_state_dict_pre_hook(keep_tags)
     for name, kind in (("weight", weight_type), ("bias", "bias")):
         if (parameter := getattr(module, name)) is not None:
             setattr(module, name, Parameter(parameter.data, kind))
@@ -201,6 +202,7 @@ class RMSNorm(nn.Module):
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.eps = eps
         self.weight = Parameter(torch.ones(self.normalized_shape), "norm") if elementwise_affine else None
+        self.register_load_state_dict_pre_hook(keep_tags)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.rms_norm(input, self.normalized_shape, self.weight, self.eps)
@@ -218,6 +220,7 @@ class Embedding(nn.Embedding):
         refuse("Embedding", scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
         trained = self.weight.requires_grad
         self.weight = Parameter(self.weight.data, "weight").requires_grad_(trained)
+        self.register_load_state_dict_pre_hook(keep_tags)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)

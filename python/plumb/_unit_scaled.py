@@ -12,7 +12,7 @@ from torch import nn
 
 from . import _C
 from ._errors import Error, ErrorKind
-from .parameter import has_parameter_data, tag_parameter
+from .parameter import keep_tags
 
 # A key of the state dict: torch.nn.Module.load_state_dict names the keys that it does not expect, and those that it misses.
 MARK: str = _C.UNIT_SCALED_MARK
@@ -44,11 +44,7 @@ def _take_mark(
 ) -> None:
     if state_dict.pop(prefix + MARK, None) is None and any(key.startswith(prefix) for key in state_dict):
         missing.append(prefix + MARK)  # torch raises, or with strict=False returns it
-    if local_metadata.get("assign_to_params_buffers"):  # the tensors become the parameters
-        for name, before in module.named_parameters(prefix[:-1], remove_duplicate=False):
-            if has_parameter_data(before) and isinstance(given := state_dict.get(name), torch.Tensor):
-                now = given if isinstance(given, nn.Parameter) else nn.Parameter(given, before.requires_grad)
-                state_dict[name] = tag_parameter(now, before.mup_type, before.mup_scaling_depth)
+    keep_tags(module, state_dict, prefix, local_metadata)
     loaded = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
     for p in getattr(module.__dict__.get("forward"), "passes", ()):
         if hasattr(p.run, "values_loaded"):

@@ -63,6 +63,17 @@ def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth:
     return parameter
 
 
+def keep_tags(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+    """Gives tensors that ``load_state_dict(assign=True)`` is about to make a module's parameters the tags of those before: a hook of
+    ``register_load_state_dict_pre_hook``."""
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, before in module.named_parameters(prefix[:-1], remove_duplicate=False):
+        if has_parameter_data(before) and isinstance(given := state_dict.get(name), Tensor):
+            now = given if isinstance(given, nn.Parameter) else nn.Parameter(given, before.requires_grad)
+            state_dict[name] = tag_parameter(now, before.mup_type, before.mup_scaling_depth)
+
+
 class _Method:
     """A bound method that does not keep its parameter, whose memory would else be held until Python looks for cycles: that does not
     depend on how large tensors are."""

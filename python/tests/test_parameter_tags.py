@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 
+import plumb.nn as U
 import pytest
 import torch
 import zoo
@@ -98,6 +99,15 @@ def test_tensors_that_are_assigned_to_a_unit_scaled_module_get_its_tags(scaled):
     assert expected and tags(scaled) == expected
     assert frozen is not next(iter(scaled.parameters())) and not next(iter(scaled.parameters())).requires_grad
     plumb.optim.AdamW(scaled.parameters(), lr=0.1)
+
+
+def test_tensors_that_are_assigned_to_unit_scaled_layers_get_their_tags():
+    with torch.device("meta"):
+        net = nn.Sequential(U.Embedding(8, 4), U.Linear(4, 4, bias=True), U.RMSNorm(4, elementwise_affine=True), U.LinearReadout(4, 2))
+    expected = tags(net)
+    net.load_state_dict({n: torch.randn(p.shape) for n, p in net.state_dict().items()}, assign=True)
+    assert len(expected) == 5 and tags(net) == expected and not any(p.is_meta for p in net.parameters())
+    plumb.optim.AdamW(net.parameters(), lr=0.1)
 
 
 def test_tags_set_on_a_plain_module_travel_too(tmp_path):
