@@ -23,6 +23,7 @@ constexpr uint64_t kMaxPickle = uint64_t{64} << 20;
 constexpr size_t kMaxObjects = 4'000'000;
 constexpr size_t kMaxLeaves = 4'000'000;
 constexpr int kMaxDepth = 64;
+constexpr const char* kSaveTensors = "save tensors without attributes (x.detach()), or a dict, list or tuple of them";
 
 // An entry of the pickle machine's stack. Owned by the machine, so cycles leak nothing.
 struct Object {
@@ -86,7 +87,7 @@ class Machine {
         case 0x81: {
           pop();
           const Object* type = pop();
-          fail("holds an object of '" + type->text + "'", "save tensors, or a dict, list or tuple of tensors");
+          fail("holds an object of '" + type->text + "'", kSaveTensors);
         }
         case 'R': reduce(); break;
         case 'b': build(); break;
@@ -231,12 +232,17 @@ class Machine {
     } else if (name == "torch._utils _rebuild_parameter" && items.size() >= 2 && items[0]->kind == Object::Plain &&
                items[0]->value.isTensor()) {
       push(with_gradients(items[0]->value.toTensor(), *items[1]));
+    } else if (name == "torch._tensor _rebuild_from_type_v2" && items.size() == 4 &&
+               items[0]->text.starts_with("torch._utils _rebuild_tensor_v") && items[1]->text == "torch Tensor") {
+      // A tensor with attributes, which torch.export leaves on its inputs. They are of no interest.
+      stack_.insert(stack_.end(), {items[0], items[2]});
+      reduce();
     } else if (name == "collections OrderedDict") {
       make(Object::Dict);
     } else if (name.starts_with("torch.jit._pickle ") && !items.empty()) {
       stack_.push_back(items[0]);  // build_intlist, restore_type_tag: the plain list or dict is what is meant
     } else {
-      fail("holds an object of '" + name + "'", "save tensors, or a dict, list or tuple of tensors");
+      fail("holds an object of '" + name + "'", kSaveTensors);
     }
   }
 

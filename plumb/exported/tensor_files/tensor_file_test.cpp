@@ -86,7 +86,9 @@ assert numpy.load(f + "/scalar.npy") == 2.5
 numpy.save(f + "/from_python.npy", numpy.arange(6, dtype=numpy.int32).reshape(3, 2))
 numpy.save(f + "/fortran.npy", numpy.asfortranarray(numpy.ones((2, 3))))
 x = torch.arange(8.0)
-torch.save({"x": x, "view": x[2:4], "p": torch.nn.Parameter(x), 3: [1, None], "f8": x.to(torch.float8_e4m3fn)}, f + "/from_python.pt")
+exported = torch.arange(3.0)
+exported._specialize_on = {0: []}
+torch.save({"exported": exported, "x": x, "view": x[2:4], "p": torch.nn.Parameter(x), 3: [1, None], "f8": x.to(torch.float8_e4m3fn)}, f + "/from_python.pt")
 torch.save(torch.nn.Linear(2, 2).state_dict(), f + "/state.pt")
 z = torch.complex(x, x + 1)
 views = {"neg": z.clone().conj().imag, "conj": z.conj(), "both": torch._neg_view(z.conj()), "wide": torch._neg_view(x[2:3]).expand(4)}
@@ -102,6 +104,7 @@ torch.save({"x": Mine()}, f + "/object.pt")
   EXPECT_TRUE(same(load_npy(scratch("from_python.npy")), torch::arange(6).to(at::kInt).view({3, 2})));
   const auto back = load_tensors(scratch("from_python.pt")).toGenericDict();
   EXPECT_TRUE(same(back.at("x"), torch::arange(8.0)));
+  EXPECT_TRUE(same(back.at("exported"), torch::arange(3.0)));
   EXPECT_TRUE(back.at("view").toTensor().is_alias_of(back.at("x").toTensor()));
   EXPECT_TRUE(back.at("p").toTensor().requires_grad());
   EXPECT_TRUE(back.at("3").toListRef()[1].isNone());
