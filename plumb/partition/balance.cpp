@@ -25,7 +25,7 @@ struct Row {
   std::vector<int64_t> crossing;          // bytes over the place before op k
   std::vector<int> messages;              // values over it
   std::vector<bool> closed;               // no cut here: written memory
-  std::vector<bool> gaps;                 // a value over it has gaps, which a message closes
+  std::vector<bool> gaps;                 // a value over it has gaps, which a message closes, or is no file's input
   struct ParameterUse {
     size_t op, previous;  // ops; previous + 1 == 0: first use
     int64_t bytes;
@@ -47,6 +47,9 @@ bool is_dense(const TensorMeta& meta) {
   }
   return true;
 }
+
+// Returns whether a .pt2 file of the stage that takes the value could not be written: truth values and floats.
+bool no_file_input(const Value& value) { return !value.is_tensor() && value.type() != ValueType::Int; }
 
 Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cost) {
   const MemorySets memory(graph, module.state());
@@ -84,7 +87,7 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
                     : costs[k]->output_bytes / static_cast<int64_t>(std::max<size_t>(row.ops[k]->num_results(), 1));
       bytes[k + 1] += size, bytes[last + 1] -= size;
       messages[k + 1] += 1, messages[last + 1] -= 1;
-      if (v->meta() && !is_dense(*v->meta())) gaps[k + 1] += 1, gaps[last + 1] -= 1;
+      if (v->meta() ? !is_dense(*v->meta()) : no_file_input(*v)) gaps[k + 1] += 1, gaps[last + 1] -= 1;
     }
     for (const Value* v : row.ops[k]->inputs()) {
       if (v->producer()->kind() != NodeKind::GetAttr) continue;

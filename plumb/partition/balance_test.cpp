@@ -218,6 +218,17 @@ TEST(Balance, CutsBesideValuesWithGapsWhereItCan) {
   EXPECT_EQ(ops(balance(*module, cost, {.stages = 4})), (std::vector<size_t>{1, 1, 1, 1})) << "there is no other place";
 }
 
+TEST(Balance, CutsBesideTruthValuesThatNoFileTakes) {
+  std::string text = "graph { %x: f32[4] = placeholder \"x\" %a: f32[4] = aten::relu(%x)";
+  text += " %n: int = aten::sym_size.int(%a, 0) %ge: bool = plumb::sym_ge.bool(%n, 0)";
+  text += " aten::_assert_scalar(%ge, \"below\") %b: f32[4] = aten::relu(%a) output(%b) }";
+  const auto module = model(text);
+  GraphCost cost;
+  cost.nodes.resize(module->graph().size());
+  for (const size_t i : {1, 2, 3, 4, 5}) cost.nodes[i] = {i == 4 ? 2.0 : 1.0, 0, 0, 0, 16};
+  EXPECT_EQ(ops(balance(*module, cost, {.stages = 2})), (std::vector<size_t>{2, 3})) << "not 3, 2, which is quicker";
+}
+
 TEST(Balance, HandlesLongGraphs) {
   std::vector<double> seconds(20000, 1.0);
   Chain c = chain(seconds);
