@@ -77,6 +77,7 @@ class Loader {
     read_outputs(graph, signature);
     put_batch_norms_back();
     put_copies_in_place();
+    drop_copies_onto_themselves();
     if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
       program_.sample_inputs = zip_.read(*samples);
     read_extras();
@@ -407,6 +408,27 @@ class Loader {
       for (Node* made : {clone, copy}) made->result()->set_meta(meta);
       graph_.replace_node(node, copy);
     }
+  }
+
+  // torch.export ends `self.count += 1` with a copy of the buffer, written in place already, onto itself. No cut could
+  // lie between the two writes.
+  void drop_copies_onto_themselves() {
+    for (Node* node : graph_.nodes()) {
+      if (!node->is_op("aten::copy_")) continue;
+      const Value* same = node->input(1);
+      while (same != node->input(0) && is_in_place(*same->producer())) same = same->producer()->input(0);
+      if (same != node->input(0)) continue;
+      graph_.replace_all_uses_with(node->result(), node->input(1));
+      graph_.erase(node);
+    }
+  }
+
+  // Returns whether the node's only result is its first argument, which it writes.
+  static bool is_in_place(const Node& node) {
+    if (!node.is_call() || node.schema().returns().size() != 1 || node.schema().arguments().empty()) return false;
+    const auto *result = node.schema().returns()[0].alias_info(), *self = node.schema().arguments()[0].alias_info();
+    return result && self && self->isWrite() && result->isWrite() && result->beforeSets() == self->beforeSets() &&
+           node.arg(0).is_value();
   }
 
   void read_extras() {

@@ -206,6 +206,33 @@ def test_a_batch_norm_that_run_decompositions_made_functional_trains_as_the_mode
     assert torch.equal(plumb.load_pt2(path)(y), twice(y))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_that_counts_its_steps_is_cut(strict, tmp_path):
+    """torch.export ends self.steps += 1 with a copy of the buffer onto itself, which no cut may be before."""
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            self.steps += 1
+            return self.down(self.up(x / self.steps).tanh())
+
+    net, x, path = Counts(), torch.randn(4, 8), tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(net, (x,), strict=strict), path)
+    net.steps.zero_()
+    loaded = plumb.load_pt2(path)
+    pipe = plumb.pipelining.pipeline(loaded, (x,), split_policy=plumb.pipelining.Balanced(2, measure=False))
+    assert pipe.num_stages == 2
+    plumb.save_pt2(loaded, tmp_path / "again.pt2")
+    again = torch.export.load(tmp_path / "again.pt2").module()
+    for _ in range(3):
+        want = net(x)
+        for module in (loaded, again):
+            assert torch.equal(module(x), want) and torch.equal(module.steps, net.steps)
+
+
 def test_an_assignment_that_run_decompositions_made_functional_trains_as_the_model(tmp_path):
     class Shifts(nn.Module):
         def __init__(self):
