@@ -201,6 +201,24 @@ TEST_F(TrainingData, RowsThatTheModelDoesNotTakeAreNamedBeforeTheFirstStep) {
   EXPECT_THAT(said(at::randn({19, 4}), y), HasSubstr("f32[20, 2] and f32[19, 4] have other rows"));
 }
 
+TEST_F(TrainingData, AClassThatTheModelDoesNotHaveIsNamedBeforeTheFirstStep) {
+  at::Tensor y = at::zeros({20}, at::kLong);
+  TrainOptions o = rows();
+  o.loss = "cross_entropy", o.targets = path("classes.pt");
+  const auto said = [&](const DataFiles& files) {
+    save_tensors(y, path("classes.pt"));
+    return message_of([&] { open_samples(o, files, *mlp()); });
+  };
+  y[7] = 2;
+  EXPECT_THAT(said({o.data, o.targets, ""}), HasSubstr("classes.pt: has class 2, the model has 0 to 1"));
+  save_tensors(y < 2, path("mask.pt"));
+  EXPECT_EQ(said({o.data, o.targets, path("mask.pt")}), "no error") << "it does not count";
+  o.ignore_index = 2;
+  EXPECT_EQ(said({o.data, o.targets, ""}), "no error");
+  y[3] = -1;
+  EXPECT_THAT(said({o.data, o.targets, ""}), HasSubstr("has class -1"));
+}
+
 // A source that says when it is asked.
 class Counted : public BatchSource {
  public:

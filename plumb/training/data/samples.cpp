@@ -51,10 +51,19 @@ void check_targets(const TrainOptions& o, const DataFiles& files, const GraphMod
     if (d > 0 && !is_dynamic(meta, d))
       fits = fits && d < static_cast<size_t>(targets.dim()) && targets.size(d) == sizes[d];
   }
-  if (fits) return;
-  throw UsageError(files.targets_option + " " + files.targets + ": is " + type_text(targets) + ", --loss " + o.loss +
-                       " needs " + wanted + "[" + shape + "] for the model's first output",
-                   "targets of that type and shape, or another --loss");
+  const std::string file = files.targets_option + " " + files.targets;
+  if (!fits) {
+    throw UsageError(file + ": is " + type_text(targets) + ", --loss " + o.loss + " needs " + wanted + "[" + shape +
+                         "] for the model's first output",
+                     "targets of that type and shape, or another --loss");
+  }
+  if (mse || meta.sizes.empty() || is_dynamic(meta, meta.sizes.size() - 1)) return;
+  const at::Tensor counted = targets.masked_select(targets.ne(o.ignore_index));
+  const at::Tensor wrong = counted.masked_select(counted.lt(0).logical_or(counted.ge(meta.sizes.back())));
+  if (wrong.numel() == 0) return;
+  throw UsageError(
+      c10::str(file, ": has class ", wrong[0].item<int64_t>(), ", the model has 0 to ", meta.sizes.back() - 1),
+      "targets of these classes; --ignore-index or --mask for those that do not count");
 }
 
 // Rows of the table that the first input looks up, if it does.
@@ -147,9 +156,9 @@ class TensorRows : public Samples {
       if (files.targets.empty())
         throw UsageError(targets_option + " is missing", targets_option + " FILE.pt, or --loss output");
       targets_.push_back(load_one(targets_option, files.targets, "targets"));
-      check_targets(o, files, module, targets_[0]);
     }
     if (!files.mask.empty()) add_mask(o, load_one("--mask", files.mask, "mask"));
+    if (!targets_.empty()) check_targets(o, files, module, targets_[0]);
     std::vector<at::Tensor> all = inputs_;
     all.insert(all.end(), targets_.begin(), targets_.end());
     for (const at::Tensor& t : all) {

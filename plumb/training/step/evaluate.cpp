@@ -72,9 +72,8 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
   if (options.eval_batches > 0)
     units_ = std::min(units_, options.eval_batches * options.microbatches * options.replicas);
   if (units_ == 0) {
-    throw UsageError(
-        c10::str("--eval-data ", options.eval_data, ": has ", samples.rows(), " rows, a microbatch ", rows_),
-        "more held-out data");
+    throw UsageError(c10::str(options.eval_data, ": has ", samples.rows(), " rows, a microbatch ", rows_),
+                     "more held-out data");
   }
   auto stages = make_stages(options, job, groups.pipeline.rank(), evaluation_graph);
   PipelineOptions of_run = job.pipeline;
@@ -145,7 +144,7 @@ Evaluation Evaluator::run() {
     sum += values[i] * values[i + 1];
     count += values[i + 1];
   }
-  if (count == 0) throw UsageError("--eval-data " + options_.eval_data + ": no target counts", "other held-out data");
+  if (count == 0) throw UsageError(options_.eval_data + ": no target counts", "other held-out data");
   return {sum / count, static_cast<int64_t>(count)};
 }
 
