@@ -20,6 +20,7 @@ TEST_F(Options, SaysRangesOfNumbersInWords) {
   wrong("train lm.pt2 --data tokens.bin --microbatches some", "some is no whole number from 1 to 65536");
   wrong("plan --ranks 2 --microbatches 2 --costs 1,-1,1", "-1 is no finite number from 0 to 1e+100");
   wrong("plan --ranks 2 --microbatches 2 --costs 1,1,1 --held-for-weight 200", "200 is no finite number from 0 to 100");
+  wrong("train lm.pt2 --data tokens.bin --beta1 1", "1 is no finite number from 0 to 0.9999999");
   wrong("train lm.pt2 --data tokens.bin --clip -1", "-1 is no finite number of 0 or more");
 }
 

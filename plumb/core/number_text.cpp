@@ -31,7 +31,7 @@ NumberCheck number_within(double least, double most) {
     if (!text.empty() && *end == '\0' && std::isfinite(value) && value >= least && value <= most) return "";
     return text + " is no finite number " +
            (std::isinf(most) ? "of " + short_number(least) + " or more"
-                             : "from " + short_number(least) + " to " + short_number(most));
+                             : "from " + short_number(least) + " to " + short_number(most, 7));
   };
 }
 
