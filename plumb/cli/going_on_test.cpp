@@ -129,7 +129,8 @@ TEST_F(GoingOn, TheHistoryAndTheEventsOfAnotherRunAreLeftAlone) {
   for (int start = 0; start < 2; ++start) {
     const Ended history = plumb(recorded + "--history h --checkpoints run");
     EXPECT_EQ(history.code, 1);
-    EXPECT_NE(history.err.find("is there already"), std::string::npos) << history.err;
+    EXPECT_NE(history.err.find("is there already\n  try: name another file, move that one away"), std::string::npos)
+        << history.err;
     const Ended events = plumb(recorded + "--history h2 --tensorboard tb --checkpoints run");
     EXPECT_EQ(events.code, 1);
     EXPECT_NE(events.err.find("--tensorboard tb: holds the events of another run"), std::string::npos) << events.err;

@@ -78,7 +78,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append, std
     if (!append) {
       if (!holds_nothing(path)) {
         throw Error(ErrorKind::CannotWrite, "the history \"" + path.string() + "\" is there already", "",
-                    "name another file, or append to it");
+                    "name another file, move that one away, or let a Recorder append to it");
       }
       if (ftruncate(file_, 0) != 0) fail(std::strerror(errno));
     } else {
