@@ -60,13 +60,11 @@ bool holds(PyObject* container, PyObject* snapshot) {
     }
     return true;
   }
-  if (PyAnySet_Check(container)) {
-    if (PySet_GET_SIZE(container) != PyTuple_GET_SIZE(snapshot)) return false;
+  if (PyAnySet_Check(container)) {  // compared by identity: PySet_Contains takes 1.0 for 1
+    const auto parts = py::reinterpret_steal<py::tuple>(PySequence_Tuple(container));
+    if (!parts || PyTuple_GET_SIZE(parts.ptr()) != PyTuple_GET_SIZE(snapshot)) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(snapshot); ++i) {
-      if (PySet_Contains(container, PyTuple_GET_ITEM(snapshot, i)) != 1) {
-        PyErr_Clear();
-        return false;
-      }
+      if (PyTuple_GET_ITEM(parts.ptr(), i) != PyTuple_GET_ITEM(snapshot, i)) return false;
     }
     return true;
   }

@@ -199,6 +199,9 @@ ATTRIBUTES = {
     "a_bytearray": (lambda m, x: x * m.kept[0], lambda: bytearray(b"\2"), lambda m: m.kept.__setitem__(0, 5)),
     "an_array": (lambda m, x: x * m.kept[0], lambda: array.array("f", [2.0]), lambda m: m.kept.__setitem__(0, 5.0)),
     "a_set_of_another_type": (lambda m, x: (x * 0).long() + sum(m.kept), lambda: {1}, lambda m: replace(m, {1.5})),
+    "an_equal_number_of_another_type_in_a_set": (
+        lambda m, x: x * 2 if type(min(m.kept)) is int else x * 5, lambda: {1}, lambda m: (m.kept.clear(), m.kept.add(1.0))
+    ),
     "a_dict_that_the_forward_writes": (counts_beside, lambda: {"calls": 0, "scale": 2.0}, lambda m: m.kept.update(scale=5.0)),
     "a_list_that_the_forward_writes": (counts_in_a_list, lambda: [2.0, 0], lambda m: m.kept.__setitem__(0, 5.0)),
     "a_dict_around_one_that_it_writes": (
