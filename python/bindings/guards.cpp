@@ -151,18 +151,24 @@ py::object modes_of(const py::list& tables, const py::str& key) {
   return py::bytes(modes);
 }
 
-// A class's __getattribute__. `state`: (function of owner and name, names that it is not called for). A forward reads
-// most attributes inside of nn.Module's own call, which nobody notes.
+// The __getattribute__ of a class. `state`: (function of owner and name, that of an owner with another base behind this
+// class, names that neither is called for, the class). A forward reads most attributes inside of nn.Module's own call,
+// which nobody notes.
 PyObject* read_attribute(PyObject* state, PyObject* const* arguments, Py_ssize_t size) {
   if (size != 2 || !PyUnicode_Check(arguments[1])) {
     PyErr_SetString(PyExc_TypeError, "attribute name must be string");
     return nullptr;
   }
   PyObject* name = arguments[1];
+  PyObject* bases = Py_TYPE(arguments[0])->tp_mro;
+  const Py_ssize_t last = PyTuple_GET_SIZE(bases) - 1;  // object
+  if (last < 1 || PyTuple_GET_ITEM(bases, last - 1) != PyTuple_GET_ITEM(state, 3))
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(state, 1), arguments, 2, nullptr);
   const bool special =
       PyUnicode_GET_LENGTH(name) > 1 && PyUnicode_READ_CHAR(name, 0) == '_' && PyUnicode_READ_CHAR(name, 1) == '_';
-  if (special || PySet_Contains(PyTuple_GET_ITEM(state, 1), name) == 1)
-    return PyObject_GenericGetAttr(arguments[0], name);
+  const int unnoted = special ? 1 : PySet_Contains(PyTuple_GET_ITEM(state, 2), name);
+  if (unnoted < 0) return nullptr;  // raised by the name's own __hash__
+  if (unnoted == 1) return PyObject_GenericGetAttr(arguments[0], name);
   return PyObject_Vectorcall(PyTuple_GET_ITEM(state, 0), arguments, 2, nullptr);
 }
 
@@ -170,17 +176,18 @@ PyMethodDef read_definition{"__getattribute__",
                             reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&read_attribute)), METH_FASTCALL,
                             nullptr};
 
-py::object attribute_reader(const py::function& noting, const py::frozenset& unnoted) {
-  const auto function =
-      py::reinterpret_steal<py::object>(PyCFunction_New(&read_definition, py::make_tuple(noting, unnoted).ptr()));
+py::object attribute_reader(const py::function& noting, const py::function& behind, const py::frozenset& unnoted,
+                            const py::type& cls) {
+  const auto state = py::make_tuple(noting, behind, unnoted, cls);
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&read_definition, state.ptr()));
   return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
 }
 
 Register guards_part([](py::module_& m) {
-  m.def(
-      "attribute_reader", &attribute_reader, py::arg("noting"), py::arg("unnoted"),
-      "Returns a ``__getattribute__`` that is `noting`, but object's for names that begin with two underscores or are "
-      "`unnoted`.");
+  m.def("attribute_reader", &attribute_reader, py::arg("noting"), py::arg("behind"), py::arg("unnoted"), py::arg("cls"),
+        "Returns a ``__getattribute__`` for `cls` that is `noting`, but object's for names that begin with two "
+        "underscores "
+        "or are `unnoted`. It is `behind` for an object whose class has other bases behind `cls`.");
   m.def("first_changed", &first_changed, py::arg("entries"), py::arg("start") = 0);
   m.def("unchanged", &unchanged);
   m.def("modes_of", &modes_of, py::arg("tables"), py::arg("key"));

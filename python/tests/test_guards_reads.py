@@ -219,6 +219,43 @@ def test_what_attributes_hold_is_followed(name):
     follows(lambda: Reads(read, kept=kept()), change)
 
 
+def fivefold(owner, name):
+    value = object.__getattribute__(owner, name)
+    return 5 * value if name == "kept" else value
+
+
+class Fivefold:
+    __getattribute__ = fivefold
+
+
+class ReadsByAnotherBase(Reads, Fivefold):
+    pass
+
+
+@pytest.mark.parametrize("cls", (ReadsByAnotherBase, Reads))
+def test_attributes_are_read_as_other_bases_or_a_program_say(cls, monkeypatch):
+    if cls is Reads:
+        monkeypatch.setattr(nn.Module, "__getattribute__", fivefold)
+    follows(lambda: cls(lambda m, x: x * m.kept, kept=2.0), lambda m: setattr(m, "kept", 3.0))
+
+
+class NameWithoutHash(str):
+    def __hash__(self):
+        raise ValueError("no hash")
+
+
+def reads_a_name_without_hash(m, x):
+    try:
+        return x * getattr(m, NameWithoutHash("kept"))
+    except ValueError:
+        return x * 3
+
+
+def test_an_error_of_an_attributes_name_is_its_own():
+    model = Reads(reads_a_name_without_hash, kept=2.0)
+    assert torch.equal(plumb.capture(model, X)(X), model(X))
+
+
 def test_a_counter_beside_what_is_read_takes_no_capture():
     for kept, read in (({"calls": 0, "scale": 2.0}, counts_beside), ([2.0, 0], counts_in_a_list)):
         model = Reads(read, kept=kept)

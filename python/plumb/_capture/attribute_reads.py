@@ -181,6 +181,7 @@ class Observer:
         self.unnoted: dict[int, Any] = {}  # objects whose reads cannot be noted
         self.all_tensors: dict[int, nn.Module] = {}  # modules that were asked for all of their tensors
         self.plain_tensors: dict[int, Tensor] = {}  # that attributes, globals and closures hold
+        self.modules_own: Any = None  # a __getattribute__ that the program has given nn.Module
         self.takes_values = False  # whether values were taken out of tensors that hang on no input
         # parameters and the like that were asked: the question (a property of read_guards.Slot), and what they said
         self.facts: dict[tuple[int, str], tuple[Tensor, str, Any]] = {}
@@ -317,13 +318,22 @@ def caller_of_read(frame: types.FrameType) -> types.FrameType:
 _observers: list[Observer] = []
 
 
+def _read_behind_module(owner: nn.Module, name: str) -> Any:
+    """Reads an attribute as the bases of the object's class behind nn.Module do."""
+    return super(nn.Module, owner).__getattribute__(name)
+
+
 @contextlib.contextmanager
 def observed() -> Iterator[Observer]:
     """Context manager that notes reads of attributes."""
     observer = Observer()
+    observer.modules_own = _observers[-1].modules_own if _observers else vars(nn.Module).get("__getattribute__")
     _observers.append(observer)
     try:
-        reader = _C.attribute_reader(observer.reader(object.__getattribute__), _INTERNAL - {"training"})
+        noting = [observer.reader(read) for read in (object.__getattribute__, _read_behind_module)]
+        reader = _C.attribute_reader(*noting, _INTERNAL - {"training"}, nn.Module)
+        if observer.modules_own is not None:
+            reader = observer.reader(observer.modules_own)
         with patched(nn.Module, __getattribute__=reader):
             yield observer
     finally:
