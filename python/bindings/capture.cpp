@@ -68,7 +68,7 @@ class Locator {
     if (fresh) {
       Py_INCREF(code);  // its address must not be used again while it is a key
       kept_.push_back(py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(code)));
-      const std::string file = py::str(code->co_filename);
+      const std::string file = utf8_of(code->co_filename);
       for (const std::string& folder : inside_) it->second = it->second || file.starts_with(folder);
       it->second = it->second || file.starts_with("<");
     }
@@ -78,7 +78,7 @@ class Locator {
     auto& slot = locations_[{code, line}];
     if (!slot) {
       slot = std::make_shared<const SourceLocation>(
-          SourceLocation{py::str(code->co_filename), line, py::str(code->co_name)});
+          SourceLocation{utf8_of(code->co_filename), line, utf8_of(code->co_name)});
     }
     return slot;
   }

@@ -20,6 +20,13 @@ using FreeGil = py::call_guard<py::gil_scoped_release>;
 
 inline std::string type_name(py::handle h) { return py::str(py::type::of(h)).cast<std::string>(); }
 
+// Returns a text of Python's in UTF-8. Surrogates, as of a file's name that is no UTF-8, become escapes.
+inline std::string utf8_of(py::handle text) {
+  auto bytes = py::reinterpret_steal<py::object>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes) throw py::error_already_set();
+  return bytes.cast<std::string>();
+}
+
 // Leaves: tensors, numbers, None, ...
 inline c10::IValue to_ivalue(py::handle h) {
   if (h.is_none()) return {};

@@ -87,10 +87,8 @@ void throw_error(const py::error_already_set& error) {
   }
   if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
   if (!error.matches(PyExc_Exception)) Py_XDECREF(std::exchange(interrupt, error.value().inc_ref().ptr()));
-  // Messages of Python may hold surrogates, which UTF-8 has not.
-  const py::bytes message = py::str(error.value()).attr("encode")("utf-8", "backslashreplace");
   Error text(ErrorKind::ExecutionFailed,
-             py::str(error.type().attr("__name__")).cast<std::string>() + ": " + message.cast<std::string>());
+             utf8_of(error.type().attr("__name__")) + ": " + utf8_of(py::str(error.value())));
   throw RaisedError(std::move(text), error.value());
 }
 

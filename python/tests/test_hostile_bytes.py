@@ -135,3 +135,27 @@ def test_a_fifo_and_a_device_without_end_are_no_files_to_read(read_it, tmp_path)
     thread.start()
     thread.join(120)
     assert done
+
+
+OF_A_FILE = """
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+class Branches(nn.Linear):
+    def forward(self, x):
+        return x if x.sum() > 0 else super().forward(x)
+"""
+
+
+def test_modules_of_a_file_whose_name_is_no_utf8_are_captured_and_named(tmp_path):
+    names = {"nn": nn, "__name__": "mine"}
+    exec(compile(OF_A_FILE, os.fsdecode(b"/\xff.py"), "exec"), names)
+    model, x = names["Doubled"](4, 4), torch.randn(2, 4)
+    graph = plumb.capture(model, x)
+    assert torch.equal(graph(x), model(x)) and 'udcff.py":4:' in graph._engine.graph.to_string()
+    assert torch.equal(plumb.transforms.track_scales(model)(x), model(x))
+    plumb.save_pt2(graph, tmp_path / "a.pt2")
+    assert torch.equal(plumb.load_pt2(tmp_path / "a.pt2")(x), model(x))
+    with pytest.raises(plumb.Error, match=r"\\udcff.py:8"):
+        plumb.capture(names["Branches"](4, 4), x)
