@@ -232,7 +232,11 @@ class ReadsByAnotherBase(Reads, Fivefold):
     pass
 
 
-@pytest.mark.parametrize("cls", (ReadsByAnotherBase, Reads))
+class ReadsItself(Reads):
+    __getattribute__ = fivefold
+
+
+@pytest.mark.parametrize("cls", (ReadsByAnotherBase, ReadsItself, Reads))
 def test_attributes_are_read_as_other_bases_or_a_program_say(cls, monkeypatch):
     if cls is Reads:
         monkeypatch.setattr(nn.Module, "__getattribute__", fivefold)

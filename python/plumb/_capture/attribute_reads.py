@@ -222,6 +222,8 @@ class Observer:
         for part in (forward, *inputs):
             self.look_at(part)
         for _, sub in modules:
+            if type(sub).__getattribute__ is not nn.Module.__getattribute__:  # its class may read by object's
+                self._note_reads(sub)
             for hooks in filter(None, map(sub.__dict__.get, HOOKS)):
                 self.look_at(hooks)
         for cls in {type(sub) for _, sub in modules}:
