@@ -9,6 +9,7 @@
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/weights.h"
 #include "plumb/exported/zip_file.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/tensors/parameter_tag.h"
 
 namespace plumb {
@@ -416,19 +417,11 @@ class Loader {
     for (Node* node : graph_.nodes()) {
       if (!node->is_op("aten::copy_")) continue;
       const Value* same = node->input(1);
-      while (same != node->input(0) && is_in_place(*same->producer())) same = same->producer()->input(0);
-      if (same != node->input(0)) continue;
+      while (same != nullptr && same != node->input(0)) same = written_as(same);
+      if (same == nullptr) continue;
       graph_.replace_all_uses_with(node->result(), node->input(1));
       graph_.erase(node);
     }
-  }
-
-  // Returns whether the node's only result is its first argument, which it writes.
-  static bool is_in_place(const Node& node) {
-    if (!node.is_call() || node.schema().returns().size() != 1 || node.schema().arguments().empty()) return false;
-    const auto *result = node.schema().returns()[0].alias_info(), *self = node.schema().arguments()[0].alias_info();
-    return result && self && self->isWrite() && result->isWrite() && result->beforeSets() == self->beforeSets() &&
-           node.arg(0).is_value();
   }
 
   void read_extras() {

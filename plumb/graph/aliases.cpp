@@ -199,6 +199,21 @@ bool has_hidden_effects(const Node& node) {
   return node.schema().returns().empty() && !node.writes();
 }
 
+Value* written_as(const Value* result) {
+  const Node& node = *result->producer();
+  if (!node.is_call() || !result->is_tensor()) return nullptr;
+  const auto& schema = node.schema();
+  if (node.num_results() != schema.returns().size()) return nullptr;
+  const auto* given_back = schema.returns()[result->result_index()].alias_info();
+  if (!given_back || !given_back->isWrite()) return nullptr;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* written = schema.arguments()[i].alias_info();
+    if (!written || !written->isWrite() || written->beforeSets() != given_back->beforeSets()) continue;
+    if (Value* value = node.arg(i).value(); value && value->is_tensor()) return value;
+  }
+  return nullptr;
+}
+
 void collect_values(const Arg& arg, std::vector<Value*>& out) {
   if (arg.is_value()) out.push_back(arg.value());
   if (arg.is_list()) {

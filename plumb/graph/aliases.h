@@ -70,6 +70,9 @@ bool has_hidden_effects(const Node& node);
 // True if running the node may write memory: that of its written inputs, or of any if it runs opaque code.
 bool may_write(const Node& node);
 
+// Returns the tensor that a node writes and gives back as this result, as in-place operators do; null for other values.
+Value* written_as(const Value* result);
+
 // Appends the values in an argument, those of a list's elements too.
 void collect_values(const Arg& arg, std::vector<Value*>& out);
 

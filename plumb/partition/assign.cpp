@@ -413,16 +413,8 @@ bool rename_after_writes(Graph& graph) {
       newest[before] = now;  // the next user need not walk the chain again
       changed = true;
     }
-    if (!node->is_call() || node->num_results() == 0) continue;
-    const auto& schema = node->schema();
-    for (size_t r = 0; r < schema.returns().size() && node->num_results() == schema.returns().size(); ++r) {
-      const auto* result = schema.returns()[r].alias_info();
-      if (!result || !result->isWrite() || !node->result(r)->is_tensor()) continue;
-      for (size_t i = 0; i < schema.arguments().size(); ++i) {
-        const auto* written = schema.arguments()[i].alias_info();
-        if (!written || !written->isWrite() || written->beforeSets() != result->beforeSets()) continue;
-        if (Value* v = node->arg(i).value(); v && v->is_tensor()) newest[v] = node->result(r);
-      }
+    for (Value* result : node->results()) {
+      if (const Value* written = written_as(result)) newest[written] = result;
     }
   }
   return changed;
