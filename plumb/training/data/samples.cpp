@@ -58,8 +58,8 @@ void check_targets(const TrainOptions& o, const DataFiles& files, const GraphMod
                      "targets of that type and shape, or another --loss");
   }
   if (mse || meta.sizes.empty() || is_dynamic(meta, meta.sizes.size() - 1)) return;
-  const at::Tensor counted = targets.masked_select(targets.ne(o.ignore_index));
-  const at::Tensor wrong = counted.masked_select(counted.lt(0).logical_or(counted.ge(meta.sizes.back())));
+  const at::Tensor outside = targets.lt(0).logical_or_(targets.ge(meta.sizes.back()));
+  const at::Tensor wrong = targets.masked_select(outside.logical_and_(targets.ne(o.ignore_index)));
   if (wrong.numel() == 0) return;
   throw UsageError(
       c10::str(file, ": has class ", wrong[0].item<int64_t>(), ", the model has 0 to ", meta.sizes.back() - 1),
