@@ -3,10 +3,13 @@
 import json
 import os
 import pathlib
+from collections import Counter
 
+import numpy as np
 import pytest
 import ranks
 import torch
+from plumb._plain_state import from_plain, to_plain
 from plumb.pipelining import SplitPoint, pipeline
 from plumb.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch import nn
@@ -206,6 +209,26 @@ def test_a_schedule_comes_back_as_it_was(schedule_of, tmp_path):
     for _ in range(3):
         step(), optimizer.step(), step_again()
     assert schedule.get_last_lr() == again.get_last_lr() and again.get_last_lr()[0] < 0.5
+
+
+def test_a_state_of_any_plain_values_comes_back_from_json():
+    bits = [float("nan"), float("inf"), -0.0, 1e-320, 2**70, -1, True, None, "ä", b"\x00\xff", bytearray(b"a"), (), (1, [2, (3,)])]
+    state = {"bits": bits, 3: "three", (1, "a"): {"x": 1}, "empty": torch.zeros(0, 3), "generator": torch.get_rng_state()}
+    state |= {"numpy": np.random.RandomState(3).get_state(legacy=False), "half": torch.randn(2, 3).to(torch.bfloat16), "one": np.float32(2)}
+    state |= {"milestones": Counter([1, 3, 3]), "version": torch.__version__}
+    again = from_plain(json.loads(json.dumps(to_plain(state), allow_nan=False)), "state")
+    assert repr(again) == repr(state) and list(map(type, again["bits"])) == list(map(type, bits))
+    for name in ("empty", "generator", "half"):
+        assert again[name].dtype == state[name].dtype and torch.equal(again[name], state[name])
+    assert np.array_equal(again["numpy"]["state"]["key"], state["numpy"]["state"]["key"])
+    state["itself"] = state
+    with pytest.raises(plumb.Error, match="cannot keep state: it is nested too deep, or holds itself"):
+        to_plain(state)
+    with pytest.raises(plumb.Error, match=r"cannot keep state\['a'\]\[1\]: it is a object"):
+        to_plain({"a": [1, object()]})
+    for bad in ({"tensor": ["load", [1], "AAAA"]}, {"tensor": ["float32", [2], "AAAA"]}, {"array": ["O", [1], "AAAA"]}, {"bytes": "?"}, {}, {"x": 1}, {"items": [1]}):
+        with pytest.raises(plumb.Error, match="damaged"):
+            from_plain(bad, "state")
 
 
 def test_a_compiled_model_has_the_names_of_the_model_that_was_compiled(tmp_path):

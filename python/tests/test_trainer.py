@@ -14,12 +14,9 @@ import termios
 import time
 import traceback
 import warnings
-from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from plumb._plain_state import from_plain, to_plain
 from plumb._progress import Progress
 from safetensors import safe_open
 from torch import nn
@@ -206,26 +203,6 @@ def test_batches_of_an_iterable_go_on_where_they_were(folder, kept):
     rest, _ = trained(folder, data=data(), steps=8, rate="constant", checkpoints=folder / "run")
     assert len(first.losses) == 6 and len(rest.losses) == 2
     assert first.losses + rest.losses == whole.losses
-
-
-def test_a_state_of_any_plain_values_comes_back_from_json():
-    bits = [float("nan"), float("inf"), -0.0, 1e-320, 2**70, -1, True, None, "ä", b"\x00\xff", bytearray(b"a"), (), (1, [2, (3,)])]
-    state = {"bits": bits, 3: "three", (1, "a"): {"x": 1}, "empty": torch.zeros(0, 3), "generator": torch.get_rng_state()}
-    state |= {"numpy": np.random.RandomState(3).get_state(legacy=False), "half": torch.randn(2, 3).to(torch.bfloat16), "one": np.float32(2)}
-    state |= {"milestones": Counter([1, 3, 3]), "version": torch.__version__}
-    again = from_plain(json.loads(json.dumps(to_plain(state), allow_nan=False)), "state")
-    assert repr(again) == repr(state) and list(map(type, again["bits"])) == list(map(type, bits))
-    for name in ("empty", "generator", "half"):
-        assert again[name].dtype == state[name].dtype and torch.equal(again[name], state[name])
-    assert np.array_equal(again["numpy"]["state"]["key"], state["numpy"]["state"]["key"])
-    state["itself"] = state
-    with pytest.raises(plumb.Error, match="cannot keep state: it is nested too deep, or holds itself"):
-        to_plain(state)
-    with pytest.raises(plumb.Error, match=r"cannot keep state\['a'\]\[1\]: it is a object"):
-        to_plain({"a": [1, object()]})
-    for bad in ({"tensor": ["load", [1], "AAAA"]}, {"tensor": ["float32", [2], "AAAA"]}, {"array": ["O", [1], "AAAA"]}, {"bytes": "?"}, {}, {"x": 1}, {"items": [1]}):
-        with pytest.raises(plumb.Error, match="damaged"):
-            from_plain(bad, "state")
 
 
 def test_checkpoints_of_an_iterable_hold_no_pickle(folder):
