@@ -185,9 +185,8 @@ py::object attribute_reader(const py::function& noting, const py::function& behi
 
 Register guards_part([](py::module_& m) {
   m.def("attribute_reader", &attribute_reader, py::arg("noting"), py::arg("behind"), py::arg("unnoted"), py::arg("cls"),
-        "Returns a ``__getattribute__`` for `cls` that is `noting`, but object's for names that begin with two "
-        "underscores "
-        "or are `unnoted`. It is `behind` for an object whose class has other bases behind `cls`.");
+        "Returns a ``__getattribute__`` for `cls` that is `noting`, but object's for names that are `unnoted` or begin "
+        "with two underscores. It is `behind` for an object whose class has other bases behind `cls`.");
   m.def("first_changed", &first_changed, py::arg("entries"), py::arg("start") = 0);
   m.def("unchanged", &unchanged);
   m.def("modes_of", &modes_of, py::arg("tables"), py::arg("key"));

@@ -332,10 +332,11 @@ def observed() -> Iterator[Observer]:
     observer.modules_own = _observers[-1].modules_own if _observers else vars(nn.Module).get("__getattribute__")
     _observers.append(observer)
     try:
-        noting = [observer.reader(read) for read in (object.__getattribute__, _read_behind_module)]
-        reader = _C.attribute_reader(*noting, _INTERNAL - {"training"}, nn.Module)
         if observer.modules_own is not None:
             reader = observer.reader(observer.modules_own)
+        else:
+            noting = [observer.reader(read) for read in (object.__getattribute__, _read_behind_module)]
+            reader = _C.attribute_reader(*noting, _INTERNAL - {"training"}, nn.Module)
         with patched(nn.Module, __getattribute__=reader):
             yield observer
     finally:
