@@ -228,6 +228,38 @@ TEST_F(Outputs, AreNotWeightsThatAreNoNumbers) {
   }
 }
 
+// An infinity that a mask makes ends in a softmax. What the data holds no rate can mend.
+TEST_F(Outputs, NameTheFirstValueThatIsNotFinite) {
+  python(
+      "from torch import nn\n"
+      "class Masked(nn.Module):\n"
+      "    def __init__(self):\n"
+      "        super().__init__()\n"
+      "        self.table, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)\n"
+      "        self.register_buffer('mask', torch.full((8, 8), -torch.inf).triu(1))\n"
+      "    def forward(self, x):\n"
+      "        h = self.table(x)\n"
+      "        weights = ((h @ h.mT).masked_fill(self.mask < 0, -torch.inf) + self.mask).softmax(-1)\n"
+      "        return self.head((1e4 * (weights @ h)).exp())\n"
+      "torch.export.save(torch.export.export(Masked(), (torch.zeros(4, 8, dtype=torch.long),)), 'masked.pt2')\n"
+      "torch.export.save(torch.export.export(nn.Linear(4, 1), (torch.zeros(8, 4),)), 'line.pt2')\n"
+      "x, y = torch.ones(8, 4), torch.ones(8, 1)\n"
+      "torch.save(x, 'ones.pt'), torch.save(y, 'targets.pt')\n"
+      "x[3, 1], y[5] = torch.nan, -torch.inf\n"
+      "torch.save(x, 'nan.pt'), torch.save(y, 'infinite.pt')\n");
+  const auto ends = [&](const std::string& arguments, const std::string& first, const std::string& remedy) {
+    const Ended run = plumb("train " + arguments + " --steps 1 --save ended.pt2");
+    EXPECT_EQ(run.code, 1);
+    EXPECT_NE(run.err.find("first was " + first), std::string::npos) << run.err;
+    EXPECT_NE(run.err.find("try: " + remedy), std::string::npos) << run.err;
+  };
+  ends("masked.pt2 --data tokens.bin --batch 4", "the value of %exp ", "a smaller --lr");
+  ends("line.pt2 --data nan.pt --targets targets.pt --loss mse --batch 8", "the value of input: 1 nan",
+       "data without NaN");
+  ends("line.pt2 --data ones.pt --targets infinite.pt --loss mse --batch 8", "a value of the targets",
+       "data without NaN");
+}
+
 TEST_F(Outputs, AreNotOfATrainingOnTheBytesOfAnArchive) {
   python(
       "import gzip, io, json, numpy, os, pickle, tarfile\n"

@@ -17,9 +17,12 @@ namespace plumb {
 namespace {
 
 struct NotFinite {
-  size_t part = 0;    // index of the microbatch in the step
-  std::string where;  // "the value of %gelu (aten::gelu) at layers.0 (model.py:12): 3 nan, 0 inf of 128"
+  size_t part = 0;       // index of the microbatch in the step
+  std::string where;     // "the value of %gelu (aten::gelu) at layers.0 (model.py:12): 3 nan, 0 inf of 128"
+  bool in_data = false;  // no step of the training made it
 };
+
+bool is_finite(const at::Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
 
 bool is_bad(const Metrics::Data& data) { return data.nan_count > 0 || data.inf_count > 0; }
 
@@ -31,10 +34,32 @@ std::string tell(const std::string& what, const ScaleNode& node, const Metrics::
   return c10::str(text, ": ", data.nan_count, " nan, ", data.inf_count, " inf of ", data.numel);
 }
 
-std::string first_bad(const ScalesGraph& graph) {
-  for (const ScaleNode& node : graph.nodes) {
-    if (node.metrics && is_bad(node.metrics->fwd)) return tell("the value", node, node.metrics->fwd);
+// Returns the first value that is not finite and reaches an output through others that are not: what masks make
+// infinite ends in a softmax. Infinities that are made of no other values (a mask that a buffer holds) are none. Null
+// if there is none.
+const ScaleNode* first_bad_value(const ScalesGraph& graph) {
+  const size_t count = graph.nodes.size();
+  std::vector<bool> bad(count), reaches(count);
+  for (size_t i = 0; i < count; ++i) {
+    const ScaleNode& node = graph.nodes[i];
+    if (!node.metrics || !is_bad(node.metrics->fwd)) continue;
+    const auto is_made = [&](size_t input) {
+      return bad[input] || (graph.nodes[input].metrics && !is_bad(graph.nodes[input].metrics->fwd));
+    };
+    bad[i] = node.kind == NodeKind::Placeholder || node.is_parameter || node.metrics->fwd.nan_count > 0 ||
+             std::ranges::any_of(node.inputs, is_made);
   }
+  const ScaleNode* found = nullptr;
+  for (size_t i = count; i-- > 0;) {
+    const ScaleNode& node = graph.nodes[i];
+    if (bad[i]) found = reaches[i] ? &node : found;
+    if (node.kind == NodeKind::Output || (reaches[i] && (bad[i] || !node.metrics)))
+      for (const size_t input : node.inputs) reaches[input] = true;
+  }
+  return found;
+}
+
+std::string first_bad_gradient(const ScalesGraph& graph) {
   for (auto node = graph.nodes.rbegin(); node != graph.nodes.rend(); ++node) {
     if (node->metrics && node->metrics->bwd && is_bad(*node->metrics->bwd)) {
       return tell("the gradient", *node, *node->metrics->bwd);
@@ -54,9 +79,12 @@ NotFinite find_not_finite(const TrainOptions& o, const TrainJob& job, const Part
     for (const c10::IValue& v : outputs) tensors.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
     const at::Tensor loss = job.pipeline.loss(tensors, parts.targets[part]);
     if (loss.requires_grad()) loss.backward();
-    std::string where = first_bad(scales_graph(*tracked));
-    if (where.empty() && !at::isfinite(loss.detach()).all().item<bool>())
-      where = "the loss itself (--loss " + o.loss + ")";
+    const ScalesGraph graph = scales_graph(*tracked);
+    if (const ScaleNode* node = first_bad_value(graph))
+      return {part, tell("the value", *node, node->metrics->fwd), node->kind == NodeKind::Placeholder};
+    if (!std::ranges::all_of(parts.targets[part], is_finite)) return {part, "a value of the targets", true};
+    std::string where = first_bad_gradient(graph);
+    if (where.empty() && !is_finite(loss.detach())) where = "the loss itself (--loss " + o.loss + ")";
     if (!where.empty()) return {part, where};
   }
   return {};
@@ -97,6 +125,7 @@ void stop_at_not_finite(const TrainOptions& o, const TrainJob& job, const TrainR
     take_trained(job);
     const NotFinite found = find_not_finite(o, job, parts);
     where = found.where;
+    if (found.in_data) remedy = "data without NaN and infinities";
     if (!o.dump.empty()) {
       try {
         dump_step(o, job, parts, step, found, what);
