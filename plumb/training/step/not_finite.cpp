@@ -135,7 +135,7 @@ void stop_at_not_finite(const TrainOptions& o, const TrainJob& job, const TrainR
         remedy += "; the step could not be kept: " + std::string(e.message());
       }
     } else {
-      remedy += "; --dump FOLDER keeps the step";
+      remedy += "; plumb train --dump FOLDER keeps the step";
     }
   }
   of_rank_0(ranks.world, 0);  // the others end after rank 0 has looked
