@@ -64,28 +64,34 @@ bool has_own_scales(const FormatRecipe& recipe, bool backward) {
   return !recipe.scales.empty() || text == "none" || FPFormat::parse(text).has_blocks();
 }
 
-double norm_of(const std::vector<at::Tensor>& gradient) {
-  double squares = 0;
-  for (const at::Tensor& g : gradient) {
-    if (!g.defined()) continue;
-    // Embeddings may have sparse gradients, and parameters may be complex.
-    const at::Tensor dense = g.is_sparse() ? g.to_dense() : g;
-    const at::Tensor real = dense.is_complex() ? at::view_as_real(dense) : dense;
-    const double norm = at::linalg_vector_norm(real, 2, {}, false, at::kDouble).item<double>();
-    squares += norm * norm;
-  }
-  return std::sqrt(squares);
+double norm_of(const at::Tensor& gradient) {
+  if (!gradient.defined()) return 0;
+  // Embeddings may have sparse gradients, and parameters may be complex.
+  const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
+  const at::Tensor real = dense.is_complex() ? at::view_as_real(dense) : dense;
+  return at::linalg_vector_norm(real, 2, {}, false, at::kDouble).item<double>();
+}
+
+struct Norms {
+  std::vector<double> each;  // of each parameter's gradient
+  double all = 0;
+};
+
+Norms norms_of(const std::vector<at::Tensor>& gradient) {
+  Norms norms;
+  for (const at::Tensor& g : gradient) norms.all = std::hypot(norms.all, norms.each.emplace_back(norm_of(g)));
+  return norms;
 }
 
 // Returns the norm of the part that all rows have in common.
 double common_norm(const at::Tensor& gradient) {
-  return norm_of({gradient.sum(0)}) / std::sqrt(static_cast<double>(gradient.size(0)));
+  return norm_of(gradient.sum(0)) / std::sqrt(static_cast<double>(gradient.size(0)));
 }
 
 // Returns whether the rows of a weight's gradient sum to zero, but for rounding.
 bool sums_to_zero(const at::Tensor& gradient) {
   return gradient.defined() && !gradient.is_sparse() && gradient.dim() > 1 && gradient.size(0) > 1 &&
-         common_norm(gradient) < kZeroSum * norm_of({gradient});
+         common_norm(gradient) < kZeroSum * norm_of(gradient);
 }
 
 // Each once, in the state's order.
@@ -138,12 +144,21 @@ class MeasuredBatch {
       if (!before.defined()) continue;
       rounded[i] = rounded[i].defined() ? rounded[i] - before : before;
     }
-    const double share = norm_of(rounded) / full.norm;
-    const double error = std::isfinite(share) ? share : kInfinite;
-    if (!backward) return {.forward = error};
-    double squares = 0;
-    for (const size_t i : full.zero_sums) squares += std::pow(common_norm(rounded[i]) / full.norm, 2);
-    return {.backward = error, .drift = std::isfinite(squares) ? std::sqrt(squares) : 0};
+    const Norms error = norms_of(rounded);
+    const double share = std::isfinite(error.all) ? error.all / full.norms.all : kInfinite;
+    if (!backward) return {.forward = share};
+    double drift = 0, squares = 0, elements = 0;
+    for (const size_t i : full.zero_sums) drift = std::hypot(drift, common_norm(rounded[i]) / full.norms.all);
+    for (size_t i = 0; i < rounded.size(); ++i) {
+      const double own = full.norms.each[i], lost = error.each[i];
+      if (own == 0 && lost == 0) continue;
+      const auto count = static_cast<double>(rounded[i].numel());
+      elements += count;
+      squares += count * (lost < own ? std::pow(lost / own, 2) : 1);
+    }
+    return {.backward = share,
+            .drift = std::isfinite(drift) ? drift : 0,
+            .by_parameter = elements > 0 ? std::sqrt(squares / elements) : 0};
   }
   // Throws Error(InvalidState) for a recipe that rounds nothing of this model.
   GradientError error(const FormatRecipe& recipe) {
@@ -158,19 +173,19 @@ class MeasuredBatch {
  private:
   struct Gradient {
     std::vector<at::Tensor> tensors;
-    double norm = 0;
+    Norms norms;
     std::vector<size_t> zero_sums;  // places of weights whose gradients sum to zero over the rows
   };
 
   Gradient full_gradient(const GraphModule& module) {
-    Gradient full{gradient(*derive(module))};
-    full.norm = norm_of(full.tensors);
+    std::vector<at::Tensor> tensors = gradient(*derive(module));
+    Gradient full{tensors, norms_of(tensors), {}};
     for (size_t i = 0; i < full.tensors.size(); ++i)
       if (sums_to_zero(full.tensors[i])) full.zero_sums.push_back(i);
     ++report_.full_gradients;
-    if (full.norm > 0 && std::isfinite(full.norm)) return full;
+    if (full.norms.all > 0 && std::isfinite(full.norms.all)) return full;
     throw Error(ErrorKind::Numerics,
-                c10::str("the full-precision gradient of the batch is ", full.norm == 0 ? "zero" : "not finite",
+                c10::str("the full-precision gradient of the batch is ", full.norms.all == 0 ? "zero" : "not finite",
                          ": there is nothing to compare with"),
                 "", "another batch, or a model and a loss that learn from it");
   }
@@ -350,6 +365,7 @@ void Verdict::measure(const Parts& parts) {
       const GradientError error = batch.error(verdict.recipe);
       verdict.error.backward += error.backward;
       verdict.error.drift += error.drift;
+      verdict.error.by_parameter += error.by_parameter;
       verdict.error.forward += error.forward;
     } catch (const Error& e) {  // an error of this recipe: the model itself has run
       verdict.problem = e.message();
@@ -367,6 +383,7 @@ VerdictReport Verdict::conclude(const Parts& parts) {
   for (RecipeVerdict& verdict : out.recipes) {
     verdict.error.backward /= batches;
     verdict.error.drift /= batches;
+    verdict.error.by_parameter /= batches;
     verdict.error.forward /= batches;
     verdict.last = verdict.remedied = verdict.error;
     if (!options_.explain || !verdict.problem.empty() || verdict.error.verdict() == VerdictClass::Ok) continue;

@@ -34,6 +34,7 @@ void GradientError::take(const GradientError& other, bool of_backward) {
   if (of_backward) {
     backward = other.backward;
     drift = other.drift;
+    by_parameter = other.by_parameter;
   } else {
     forward = other.forward;
   }
@@ -42,9 +43,12 @@ void GradientError::take(const GradientError& other, bool of_backward) {
 std::string RecipeVerdict::sentence() const {
   if (!problem.empty()) return name + " was not measured: " + problem;
   const auto is = to_string(error.verdict());
-  const std::string drifts = error.drift < 0.01 ? "" : " (" + score_text(error.drift) + " more of drift)";
+  std::string more;
+  if (error.drift >= 0.01) more = " (" + score_text(error.drift) + " more of drift)";
+  if (0.5 * error.by_parameter > error.backward)
+    more += " (" + score_text(error.by_parameter) + " of the parameters' own gradients)";
   const std::string as_it_is = c10::str(name, ": ", is, ", the error of the gradient is ", score_text(error.backward),
-                                        " backward", drifts, " and ", score_text(error.forward), " forward");
+                                        " backward", more, " and ", score_text(error.forward), " forward");
   if (error.verdict() == VerdictClass::Ok) return as_it_is + ".";
   std::vector<std::string> what;
   if (remedy.unit_scaled != recipe.unit_scaled) what.emplace_back("unit_scale() before");
@@ -99,14 +103,17 @@ std::string VerdictReport::recipe_file() const {
 }
 
 Table VerdictReport::table() const {
-  Table table{{"recipe", "backward", "drift", "forward", "score", "verdict", "with its remedy", "verdict then"}, {}};
+  Table table{
+      {"recipe", "backward", "by parameter", "drift", "forward", "score", "verdict", "with its remedy", "verdict then"},
+      {}};
   for (const RecipeVerdict& v : recipes) {
     if (!v.problem.empty()) {
-      table.rows.push_back({v.name, "", "", "", "", "not measured"});
+      table.rows.push_back({v.name, "", "", "", "", "", "not measured"});
       continue;
     }
     std::vector<std::string> row{v.name,
                                  score_text(v.error.backward),
+                                 score_text(v.error.by_parameter),
                                  score_text(v.error.drift),
                                  score_text(v.error.forward),
                                  score_text(v.error.score()),
@@ -139,11 +146,9 @@ std::string VerdictReport::to_text() const {
 nlohmann::json VerdictReport::to_json() const {
   auto of_recipes = nlohmann::json::array();
   const auto errors = [](const GradientError& e) {
-    return nlohmann::json{{"backward", e.backward},
-                          {"drift", e.drift},
-                          {"forward", e.forward},
-                          {"score", e.score()},
-                          {"verdict", std::string(to_string(e.verdict()))}};
+    return nlohmann::json{{"backward", e.backward}, {"by_parameter", e.by_parameter},
+                          {"drift", e.drift},       {"forward", e.forward},
+                          {"score", e.score()},     {"verdict", std::string(to_string(e.verdict()))}};
   };
   for (const RecipeVerdict& v : recipes) {
     nlohmann::json one{{"recipe", v.name}, {"sentence", v.sentence()}};

@@ -18,9 +18,9 @@ using testing::HasSubstr;
 using testing::Not;
 using namespace testing_models;
 
-// Two branches with gradients of about one size, of which the small one's pass a factor of 2^-40 backward. `scale` is
-// that of the loss.
-std::shared_ptr<GraphModule> two_branches(double scale, double small = 1) {
+// Two branches, of which one's gradients pass a factor of `small` backward. Its weight's are of the other's size if its
+// input makes up for that. `scale` is that of the loss.
+std::shared_ptr<GraphModule> two_branches(double scale, double small = 1, bool makes_up = true) {
   torch::manual_seed(0);
   State state;
   parameter(state, "main.weight", randn_there({16, 16}));
@@ -30,7 +30,7 @@ std::shared_ptr<GraphModule> two_branches(double scale, double small = 1) {
       %m = get_attr "main.weight" %s = get_attr "small.weight" %h = get_attr "head.weight"
       %main: f32[32, 16] = aten::linear(%x, %m) in "":"Net" "main":"Linear"
       %large: f32[32, 16] = aten::mul.Scalar(%x, )",
-                            1 / small, R"()
+                            makes_up ? 1 / small : 1, R"()
       %l: f32[32, 16] = aten::linear(%large, %s) in "":"Net" "small":"Linear"
       %small: f32[32, 16] = aten::mul.Scalar(%l, )",
                             small, R"()
@@ -146,6 +146,31 @@ TEST(Verdict, NamesTheProductAndDirectionThatStandInTheWay) {
   EXPECT_EQ(report.recipes[1].error.verdict(), VerdictClass::Ok);
   EXPECT_THAT(report.recipes[1].sentence(), HasSubstr("bf16: ok"));
   EXPECT_THAT(report.to_text(), HasSubstr("small    backward"));
+}
+
+// AdamW would train the small branch as fast as the other one, whatever its share of the gradient's norm.
+TEST(Verdict, ALayerWhoseSmallGradientsAreLostIsSeen) {
+  const auto net = two_branches(1, std::ldexp(1.0, -20), false);
+  const auto parts = batch();
+  const auto report = verdict(*net, {parts}, {.recipes = {"fp8", "mxfp8"}});
+  const RecipeVerdict& fp8 = report.recipes[0];
+  EXPECT_LT(fp8.error.backward, GradientError::kMostOk);
+  EXPECT_EQ(fp8.error.verdict(), VerdictClass::Doubtful) << fp8.sentence();
+  EXPECT_THAT(fp8.sentence(), HasSubstr(" of the parameters' own gradients)"));
+  EXPECT_TRUE(fp8.lacks_range());
+  EXPECT_EQ(fp8.remedied.verdict(), VerdictClass::Ok) << fp8.sentence();
+  EXPECT_EQ(report.recipes[1].error.verdict(), VerdictClass::Ok) << "its scales follow the gradient down";
+
+  const auto rounded = derive(*net);
+  simulate_format(*rounded, {.fwd = "none", .bwd = "e5m2-RN"});
+  const std::vector<int64_t> sizes{16 * 16, 16 * 16, 4 * 16};
+  const auto full = gradient_of(*net, parts).split_with_sizes(sizes);
+  const auto found = gradient_of(*rounded, parts).split_with_sizes(sizes);
+  double squares = 0;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    squares +=
+        static_cast<double>(sizes[i]) * std::pow(((found[i] - full[i]).norm() / full[i].norm()).item<double>(), 2);
+  EXPECT_NEAR(fp8.error.by_parameter, std::sqrt(squares / (2 * 16 * 16 + 4 * 16)), 1e-6);
 }
 
 TEST(Verdict, SaysOfARemedyOnlyWhatTheRecipeDoesNotHave) {
