@@ -69,13 +69,14 @@ OTHERS = {  # rates and batches of models that the rule was not made with
     "mlp": [(0.001, 16), (0.003, 64), (0.01, 256)],
     "gru": [(0.003, 16), (0.01, 16), (0.01, 64)],
     "encoder": [(0.001, 16), (0.003, 64), (0.003, 256)],
+    "branches": [(0.001, 16), (0.003, 64), (0.003, 256)],
 }
 OTHER_RECIPES = [
     "bf16", "fp8", "e4m3fn-RN/e4m3fn-RN", "E3M2", "mxfp8", "mxfp6e3m2-RN/mxfp6e3m2-RN", "mxfp4", "mxfp4-SR/mxfp4-SR", "nvfp4",
     "mxfp4-RN/bf16-RN", "bf16-RN/mxfp4-RN",
 ]  # fmt: skip
 FOUND = ("backward", "drift", "forward", "verdict")  # in the files of verdicts
-STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160, "encoder": 250}
+STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160, "encoder": 250, "branches": 250}
 BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
 COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
 LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
@@ -107,11 +108,12 @@ class Mlp(nn.Module):
         super().__init__()
         self.first, self.head = nn.Linear(256, 128), nn.Linear(128, 10)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)) for _ in range(3))
+        self.scales = [1] * 3
 
     def forward(self, x, y):
         x = self.first(x.flatten(1))
-        for layer in self.layers:
-            x = x + layer(x)
+        for scale, layer in zip(self.scales, self.layers):
+            x = x + scale * layer(x)
         return F.cross_entropy(self.head(x), y)
 
 
@@ -145,7 +147,15 @@ class Encoder(nn.Module):
         return F.cross_entropy(self.head(self.layers(x).mean(1)), y)
 
 
-MODELS = {"gpt": Gpt, "convnet": Convnet, "mlp": Mlp, "gru": Gru, "encoder": Encoder}
+class Branches(Mlp):
+    """Its residual layers start at a ten-thousandth, as LayerScale has them (arXiv 2103.17239), and so do their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.full((3, 128), 1e-4))
+
+
+MODELS = {"gpt": Gpt, "convnet": Convnet, "mlp": Mlp, "gru": Gru, "encoder": Encoder, "branches": Branches}
 
 
 class Text:
@@ -416,7 +426,7 @@ def main() -> None:
     parser.add_argument("--seeds", action="store_true")
     args = parser.parse_args()
     text, shapes = Text(), Shapes()
-    data_of = {"gpt": text, "gru": text, "convnet": shapes, "mlp": shapes, "encoder": shapes}
+    data_of = {"gpt": text, "gru": text, "convnet": shapes, "mlp": shapes, "encoder": shapes, "branches": shapes}
     if args.remedies:
         print(remedies(data_of))
         return
