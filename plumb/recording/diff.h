@@ -53,6 +53,8 @@ struct Difference {
   int64_t first_row = 0, rows = 0;  // first row and row count of its microbatch; rows 0: not known
   int64_t microbatch = -1;          // -1: there is one, or none
   int64_t rank = -1, stage = -1;    // where the value differs; -1: not known
+  int64_t output = -1;              // place among the outputs of two modules, where these differ by name; else -1
+  std::string other_name = {};      // name of the second module's output there
   std::optional<TensorDistance> distance;
   std::string statistics;  // recorded beside the hashes, where they differ
 };

@@ -12,6 +12,7 @@ namespace {
 constexpr const char* kKinds[] = {"value", "gradient", "gradient_sum", "after_step", "optimizer_state"};
 
 std::string title_of(const Difference& place, const HistoryTensor& tensor) {
+  if (place.output >= 0) return c10::str("output ", place.output, ", ", tensor.name, " against ", place.other_name);
   switch (place.kind) {
     case DiffKind::Value: return tensor.name;
     case DiffKind::Gradient: return "the gradient of " + tensor.name;
@@ -174,6 +175,7 @@ nlohmann::json DiffReport::to_json() const {
        {"rank", first->rank}, {"microbatch", first->microbatch},
        {"rows", first->rows}, {"first_row", first->first_row}};
   if (first->step) f["step"] = *first->step;
+  if (first->output >= 0) f["output"] = first->output;
   if (first->distance) {
     const TensorDistance& d = *first->distance;
     f["elements"] = d.elements, f["differing_elements"] = d.differing;

@@ -139,7 +139,11 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
   DiffReport report{names.a, names.b};
   if (operators_of(*a) != operators_of(*b) || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
   std::map<std::string, TrackedTensor> others;
-  for (TrackedTensor& each : tracked_tensors(*b, *of_b_)) others.emplace(name_key(each.tensor), std::move(each));
+  std::map<int64_t, std::string> names_of_b;  // by slot
+  for (TrackedTensor& each : tracked_tensors(*b, *of_b_)) {
+    names_of_b.emplace(each.slot, each.tensor.name);
+    others.emplace(name_key(each.tensor), std::move(each));
+  }
   std::vector<TrackedTensor> all = tracked_tensors(*a, *of_a_);
   // Outputs whose names the other module does not have are compared by their places.
   const auto outputs_a = slots_of_outputs(*a, *of_a_), outputs_b = slots_of_outputs(*b, *of_b_);
@@ -155,8 +159,19 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
         others, [&](const auto& other) { return other.second.slot == slot && !names_of_a.contains(other.first); });
   };
   std::vector<Compared> compared;
+  const auto compare = [&](Difference where, const at::Tensor& x, const at::Tensor& y) {
+    const TensorDistance apart = distance_between(x, y);
+    where.distance = apart;
+    const bool apart_at_all = apart.differing > 0 || !apart.types.empty();
+    const bool differs = apart_at_all && !(apart.relative <= tolerance && tolerance > 0);
+    auto& shown = report.tensors[where.tensor].distance;
+    if (where.kind == DiffKind::Value && (differs || !shown)) shown = apart;
+    compared.push_back({std::move(where), differs});
+  };
+  std::map<int64_t, size_t> places;  // in the report, by slots of a
+  std::map<int64_t, int64_t> slots;  // b's slots by a's, for the pairs
   for (TrackedTensor& each : all) {
-    const size_t place = report.tensors.size();
+    const size_t place = places[each.slot] = report.tensors.size();
     each.tensor.inputs.assign(each.inputs.begin(), each.inputs.end());
     report.tensors.push_back({each.tensor});
     const auto other = find_other(each);
@@ -164,19 +179,30 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
       report.only_a.push_back(each.tensor.name);
       continue;
     }
+    slots[each.slot] = other->second.slot;
     for (const Direction direction : {Direction::Forward, Direction::Backward}) {
       const auto x = last_of(*of_a_, each.slot, direction), y = last_of(*of_b_, other->second.slot, direction);
       if (x.has_value() != y.has_value() && direction == Direction::Backward)
         (x ? report.only_a : report.only_b).push_back("the gradient of " + each.tensor.name);
-      if (!x || !y) continue;
-      const TensorDistance apart = distance_between(*x, *y);
-      Difference where{place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient};
-      where.distance = apart;
-      if (direction == Direction::Forward) report.tensors[place].distance = apart;
-      const bool apart_at_all = apart.differing > 0 || !apart.types.empty();
-      compared.push_back({where, apart_at_all && !(apart.relative <= tolerance && tolerance > 0)});
+      if (x && y) compare({place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient}, *x, *y);
     }
     others.erase(other);
+  }
+  // Values of one name may be other outputs, or one of them none: outputs are compared with those in the same places,
+  // too.
+  for (size_t i = 0; i < std::max(outputs_a.size(), outputs_b.size()); ++i) {
+    if (i >= outputs_a.size() || i >= outputs_b.size()) {
+      (i < outputs_a.size() ? report.only_a : report.only_b).push_back("output " + std::to_string(i));
+      continue;
+    }
+    const int64_t slot_a = outputs_a[i], slot_b = outputs_b[i];
+    if (slot_a < 0 || slot_b < 0) continue;
+    if (const auto pair = slots.find(slot_a); pair != slots.end() && pair->second == slot_b) continue;
+    const auto x = last_of(*of_a_, slot_a, Direction::Forward), y = last_of(*of_b_, slot_b, Direction::Forward);
+    if (!x || !y) continue;
+    Difference where{places.at(slot_a), DiffKind::Value};
+    where.output = static_cast<int64_t>(i), where.other_name = names_of_b.at(slot_b);
+    compare(std::move(where), *x, *y);
   }
   for (const auto& [key, each] : others) report.only_b.push_back(each.tensor.name);
   conclude(report, std::move(compared));

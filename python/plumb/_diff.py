@@ -36,8 +36,8 @@ class Diff:
         """The bits that could be expected to be equal: every bit, what does not depend on the microbatches, or nothing."""
         self.first: dict[str, Any] = found.get("first") or {}
         """``tensor``, ``kind`` (``"value"``, ``"gradient"``, ``"gradient_sum"``, ``"after_step"``, ``"optimizer_state"``), ``module``,
-        ``operator``, ``source``, ``stage``, ``rank``, ``microbatch``, ``first_row``, ``rows`` (-1 and 0 if unknown), and ``step``, ``ulps``
-        and ``relative`` where they are known. Empty if nothing differs."""
+        ``operator``, ``source``, ``stage``, ``rank``, ``microbatch``, ``first_row``, ``rows`` (-1 and 0 if unknown), and ``step``, ``ulps``,
+        ``relative`` and ``output`` (of outputs of other names in one place) where they are known. Empty if nothing differs."""
         self.compared: int = found["compared"]
         self.differing: int = found["differing"]
         self.following: int = found["following"]

@@ -140,6 +140,22 @@ def test_equal_bits_are_equal_and_units_of_the_last_place_are_exact():
         plumb.diff({"x": torch.nested.nested_tensor([one])}, {"x": one})
 
 
+def test_infinities_that_both_have_count_in_no_distance():
+    scores = torch.tensor([1.0, 2.0, 4.0, float("-inf"), float("nan")])
+    other = scores.clone()
+    other[1] += 2**-10
+    found = plumb.diff({"x": scores}, {"x": other})
+    assert found.first["relative"] == pytest.approx(2**-10 / 21**0.5, rel=1e-12)
+    assert not plumb.diff({"x": scores}, {"x": other.nan_to_num()}).equal
+    tiny = torch.tensor([3e-200, 4e-200], dtype=torch.float64)
+    assert plumb.diff({"x": tiny}, {"x": tiny * 1.5}).first["relative"] == pytest.approx(0.5)
+    model = Masked()
+    near = copy.deepcopy(model)
+    near.fc.weight.data[0, 0] += 1e-5
+    x = torch.randn(3, 4)
+    assert not plumb.diff(model, near, x).equal and plumb.diff(model, near, x, tolerance=0.01).equal
+
+
 def test_modules_keep_buffers_and_draw_the_same_numbers():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -176,6 +192,12 @@ def test_what_a_module_writes_into_an_input_is_not_seen_by_the_other(tmp_path):
     assert not cache.any()
 
 
+class Masked(Cache):
+    def forward(self, x):
+        scores = self.fc(x) @ x.mT
+        return scores.masked_fill(torch.ones(3, 3).triu(1).bool(), float("-inf")).softmax(-1) @ x
+
+
 class Spectrum(Cache):
     def forward(self, x):
         return torch.fft.rfft(self.fc(x)), self.fc(x).to(torch.float8_e5m2)
@@ -205,6 +227,28 @@ def test_outputs_of_other_names_are_compared_by_their_places():
     torch.manual_seed(1)
     b[0][0][2].reset_parameters()
     assert plumb.diff(a, b, torch.randn(2, 8)).first["tensor"] == "2.linear_1"
+
+
+class Ends(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.fc, self.end = nn.Linear(4, 4), end
+
+    def forward(self, x):
+        y = self.fc(x)
+        return self.end(y * 2, y.exp())
+
+
+@pytest.mark.parametrize("end", [lambda a, b: (b, a), lambda a, b: (a, b * 1.5), lambda a, b: (a, a, b)])
+def test_outputs_of_equal_names_are_compared_by_their_places_too(end):
+    model, x = Ends(lambda a, b: (a, b)), torch.randn(3, 4)
+    other = Ends(end)
+    other.load_state_dict(model.state_dict())
+    found, outs = plumb.diff(model, other, x), [m(x) for m in (model, other)]
+    place = next(i for i, (a, b) in enumerate(zip(*outs)) if not torch.equal(a, b))
+    assert not found.equal and found.first["output"] == place, found
+    assert f"output {place}, {['mul', 'exp'][place]} against" in found.conclusion
+    assert found.only_b == {2: [], 3: ["output 2"]}[len(outs[1])] or "mul_1" in found.only_b
 
 
 class Largest(nn.Module):
