@@ -87,6 +87,18 @@ std::map<Line, Parts> lines_of(const History& history, const HistoryHashes& step
 // Returns what equal tensors have in common. Zeros at the end of one add nothing to its hash.
 std::pair<uint64_t, int64_t> contents_of(const Hash& each) { return {each.hash->hash, each.hash->words}; }
 
+// Returns the values that tensors of ranks had one after the other: a buffer that forwards write has one a microbatch.
+std::vector<std::vector<Hash>> turns_of(const std::vector<Hash>& hashes) {
+  std::vector<std::vector<Hash>> turns;
+  std::map<const HistoryTensor*, size_t> count;
+  for (const Hash& each : hashes) {
+    const size_t turn = count[each.tensor]++;
+    turns.resize(std::max(turns.size(), turn + 1));
+    turns[turn].push_back(each);
+  }
+  return turns;
+}
+
 // Returns the tensor of the rank whose hash another rank, or the other run, does not have; null if all are one.
 const Hash* odd_one(const std::vector<Hash>& a, const std::vector<Hash>& b) {
   std::map<std::pair<uint64_t, int64_t>, size_t> count;
@@ -142,12 +154,12 @@ class StepDiff {
     if (std::ranges::equal(a | std::views::keys, b | std::views::keys)) {
       int64_t microbatch = 0;
       for (const auto& [rows, hashes] : a) {
-        const std::vector<Hash>& others = b.at(rows);
-        const Hash* odd = same_places(hashes, others) ? changed_one(hashes, others) : odd_one(hashes, others);
         place.first_row = rows.first, place.rows = rows.second;
         place.microbatch = a.size() > 1 ? microbatch++ : -1;
-        if (odd != nullptr) place.rank = odd->tensor->rank, place.stage = odd->tensor->stage;
-        found_.push_back({place, odd != nullptr});
+        const auto ones = turns_of(hashes), others = turns_of(b.at(rows));
+        for (size_t turn = 0; turn < std::max(ones.size(), others.size()); ++turn)
+          compare(place, turn, turn < ones.size() ? ones[turn] : std::vector<Hash>(),
+                  turn < others.size() ? others[turn] : std::vector<Hash>());
       }
       return;
     }
@@ -165,15 +177,27 @@ class StepDiff {
     found_.push_back({place, !same});
   }
 
-  // Returns what was found. Sums over other microbatches, and what is computed from them, are no part of it.
+  // Returns what was found. Sums over other microbatches, what is computed from them, and what other microbatches wrote
+  // into buffers, are no part of it.
   std::vector<Compared> take() {
+    const auto depends = [](const Compared& each) {
+      return each.place.kind > DiffKind::Gradient || each.turn > std::max<int64_t>(each.place.microbatch, 0);
+    };
     if (report_.basis == DiffBasis::OtherRows)
-      report_.not_comparable += static_cast<int64_t>(
-          std::erase_if(found_, [](const Compared& each) { return each.place.kind > DiffKind::Gradient; }));
+      report_.not_comparable += static_cast<int64_t>(std::erase_if(found_, depends));
     return std::move(found_);
   }
 
  private:
+  // Empty: this run has no such value.
+  void compare(Difference place, size_t turn, const std::vector<Hash>& a, const std::vector<Hash>& b) {
+    const Hash* odd = a.empty() || b.empty() ? &(a.empty() ? b : a).front()
+                      : same_places(a, b)    ? changed_one(a, b)
+                                             : odd_one(a, b);
+    if (odd != nullptr) place.rank = odd->tensor->rank, place.stage = odd->tensor->stage;
+    found_.push_back({place, odd != nullptr, std::max<int64_t>(place.microbatch, 0) + static_cast<int64_t>(turn)});
+  }
+
   DiffReport& report_;
   const int64_t step_;
   std::vector<Compared> found_;
@@ -241,86 +265,7 @@ std::vector<std::vector<size_t>> values_sent(const std::vector<DiffTensor>& tens
   return sent;
 }
 
-// Returns the elements as a plain tensor on the CPU.
-at::Tensor plain(const at::Tensor& given) {
-  if (!given.defined())
-    throw Error(ErrorKind::InvalidArgument, "an undefined tensor has no values", "",
-                "compare tensors that have values");
-  if (given.is_meta() || given.is_nested()) {
-    throw Error(ErrorKind::InvalidArgument, given.is_meta() ? "a meta tensor has no values" : "a nested tensor", "",
-                "compare tensors that have one size and values");
-  }
-  at::Tensor x = given.detach();
-  if (x.layout() != at::kStrided) x = x.to_dense();
-  if (x.is_quantized()) x = x.dequantize();  // integers alone do not say their scale
-  x = x.resolve_conj().resolve_neg().cpu().contiguous();
-  if (x.is_complex()) x = at::view_as_real(x);
-  return x.scalar_type() == at::kFloat4_e2m1fn_x2 ? x.view(at::kByte) : x;
-}
-
-at::Tensor bits_of(const at::Tensor& x) {
-  const auto size = x.element_size();
-  return x.view(size == 8 ? at::kLong : size == 4 ? at::kInt : size == 2 ? at::kShort : at::kChar);
-}
-
-// Returns the bits of floating-point numbers as integers that are in the order of the numbers.
-at::Tensor ordered_bits(const at::Tensor& x) {
-  const at::Tensor bits = bits_of(x).to(at::kLong);
-  const auto least = static_cast<int64_t>(uint64_t{1} << (8 * static_cast<unsigned>(x.element_size()) - 1));
-  return at::where(bits < 0, (x.element_size() == 8 ? least : -least) - bits, bits);
-}
-
-double most_ulps(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0) return 0;
-  const at::Tensor x = ordered_bits(a), y = ordered_bits(b);
-  const at::Tensor apart = (x.to(at::kDouble) - y.to(at::kDouble)).abs();
-  constexpr double kFar = 1e18;  // 64-bit integers overflow beyond, doubles are not exact below
-  return at::where(apart < kFar, (x - y).abs().to(at::kDouble), apart).max().item<double>();
-}
-
-// Returns the norm of the difference over that of x. Infinities and NaNs that both have, of a mask say, count in
-// neither.
-double relative_distance(const at::Tensor& x, const at::Tensor& y, const at::Tensor& apart) {
-  const at::Tensor difference = at::where(apart, x - y, 0.0), own = at::where(apart.logical_or(x.isfinite()), x, 0.0);
-  if (!difference.any().item<bool>()) return 0;
-  // Squares of doubles below 1e-154 are 0, of those above 1e154 infinite.
-  const at::Tensor most = at::maximum(difference.abs().max(), own.abs().max());
-  return ((difference / most).norm() / (own / most).norm()).item<double>();
-}
-
 }  // namespace
-
-TensorDistance distance_between(const at::Tensor& a_given, const at::Tensor& b_given) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor a = plain(a_given), b = plain(b_given);
-  TensorDistance out;
-  out.elements = a_given.numel();
-  out.ulps = out.relative = NAN;
-  if (a_given.scalar_type() != b_given.scalar_type())
-    out.types = c10::str(a_given.scalar_type(), " and ", b_given.scalar_type());
-  if (a.sizes() != b.sizes()) {
-    out.other_sizes = true;
-    out.differing = std::max<int64_t>({a_given.numel(), b_given.numel(), 1});
-    return out;
-  }
-  const bool same_type = a.scalar_type() == b.scalar_type();
-  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
-  at::Tensor apart = same_type ? bits_of(a) != bits_of(b) : (x != y).logical_and((x == x).logical_or(y == y));
-  out.relative = relative_distance(x, y, apart);
-  if (a_given.is_complex() && b_given.is_complex()) apart = apart.any(-1);
-  out.differing = apart.sum().item<int64_t>();
-  if (same_type && a.is_floating_point() && a.element_size() >= 2) out.ulps = most_ulps(a, b);
-  return out;
-}
-
-std::string TensorDistance::to_string() const {
-  const std::string of_types = types.empty() ? "" : "types " + types + ", ";
-  if (other_sizes) return of_types + "other sizes";
-  if (differing == 0) return of_types + "equal";
-  std::string text = of_types + c10::str(differing, " of ", elements, " elements");
-  if (!std::isnan(ulps)) text += ", at most " + short_number(ulps) + " ulp";
-  return text + ", relative " + short_number(relative, 2);
-}
 
 DiffKind kind_of(const HistoryTensor& tensor, bool backward) {
   if (tensor.operation == "gradient") return DiffKind::GradientSum;
@@ -367,10 +312,10 @@ Reached reached_by_first(const DiffReport& report) {
 }
 
 void conclude(DiffReport& report, std::vector<Compared> compared) {
-  // Gradients go from the last tensor to the first.
+  // Gradients go from the last tensor to the first. A microbatch may hang on what earlier ones wrote into buffers.
   const auto order = [](const Compared& c) {
     const auto tensor = static_cast<int64_t>(c.place.tensor);
-    return std::tuple(c.place.kind, c.place.kind == DiffKind::Gradient ? -tensor : tensor, c.place.microbatch);
+    return std::tuple(c.place.kind, c.turn, c.place.kind == DiffKind::Gradient ? -tensor : tensor);
   };
   std::ranges::stable_sort(compared, {}, order);
   using State = DiffTensor::State;

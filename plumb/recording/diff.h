@@ -1,6 +1,6 @@
 // The first tensor in which two runs differ: of two histories with hashes, two sets of tensors, or two modules on the
-// same inputs. "First" is in the order of the graph, not of time: values from inputs to outputs, gradients back, then
-// their sums, the parameters after the step and the optimizer's state.
+// same inputs. "First" is in the order of the graph, not of time, microbatch by microbatch: values from inputs to
+// outputs, gradients back, then their sums, the parameters after the step and the optimizer's state.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -105,6 +105,7 @@ std::string conclude_replays(const History& a, const History& b, const History& 
 struct Compared {
   Difference place;
   bool differs = false;
+  int64_t turn = 0;  // its microbatch; of a state: how many other values it had in the step before
 };
 // Puts them into order, and finds the first and what follows from it.
 void conclude(DiffReport& report, std::vector<Compared> compared);

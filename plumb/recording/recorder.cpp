@@ -1,6 +1,7 @@
 #include "plumb/recording/recorder.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <unordered_map>
 
@@ -281,8 +282,9 @@ void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
   std::ranges::sort(events, {}, &HistoryEvent::rule);
 }
 
-// A parameter has one value in all microbatches of a step: more only if it changed between them.
+// A parameter has one value in all microbatches of a step: more only if it changed between them, whichever graphs ran.
 void Recorder::find_hashes(std::vector<HistoryHash>& hashes) const {
+  std::map<uint32_t, std::vector<ScaleTracker::Hashed>> states;
   for (const Part& part : parts_) {
     for (const Place& place : part.places) {
       for (const Direction direction : {Direction::Forward, Direction::Backward}) {
@@ -292,15 +294,21 @@ void Recorder::find_hashes(std::vector<HistoryHash>& hashes) const {
           return due_[r] && rule.hash() && (backward ? rule.backward : rule.forward);
         });
         if (!wanted) continue;
-        std::optional<uint64_t> last;
         for (const auto& each : part.tracker->hashes(place.slot, direction)) {
-          const bool once = place.state && !backward;
-          if (once && last == each.hash) continue;
-          last = each.hash;
-          const RunRows rows = once ? RunRows() : each.rows;
-          hashes.push_back({place.tensor, backward, rows.first, rows.count, each.words, each.hash});
+          if (place.state && !backward)
+            states[place.tensor].push_back(each);
+          else
+            hashes.push_back({place.tensor, backward, each.rows.first, each.rows.count, each.words, each.hash});
         }
       }
+    }
+  }
+  for (auto& [tensor, values] : states) {
+    std::ranges::stable_sort(values, {}, [](const auto& each) { return each.rows.first; });
+    std::optional<uint64_t> last;
+    for (const auto& each : values) {
+      if (last != each.hash) hashes.push_back({tensor, false, 0, 0, each.words, each.hash});
+      last = each.hash;
     }
   }
 }

@@ -4,6 +4,7 @@
 #include "module.h"
 #include "plumb/recording/event_file.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/tensors/run_rows.h"
 
 namespace plumb::python {
 namespace {
@@ -119,6 +120,11 @@ Register analysis_part([](py::module_& m) {
           py::arg("enabled"))
       .def("enabled", [](PythonRecorder& r) { return r.open && r.open->enabled(); })
       .def("close", [](PythonRecorder& r) { r.open.reset(); });
+  m.def("run_microbatch", [](int64_t number, const py::function& forward) -> py::object {
+    if (running_rows()) return forward();  // a pipeline knows more
+    const RunningRows running({number, 0});
+    return forward();
+  });
   py::class_<EventFile>(m, "EventFile")
       .def(py::init<const std::string&>(), py::arg("folder"))
       .def(

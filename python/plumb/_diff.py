@@ -81,11 +81,16 @@ def diff(
     """
     if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < float("inf"):
         raise Error(f"tolerance={tolerance!r}", remedy="a relative difference, 0.001")
+    if loss is not None and not callable(loss):
+        raise Error(f"loss={loss!r}", remedy="a function of a module's output that returns a scalar")
     is_module = [isinstance(x, nn.Module) or _is_path(x, ".pt2") for x in (a, b)]
     if not any(is_module) and (inputs is not None or loss is not None or tolerance):
         raise Error("inputs, loss and tolerance are for two modules", remedy="diff(a, b)")
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return Diff(_C.diff_tensors(_tensors(a), _tensors(b)))
+        try:
+            return Diff(_C.diff_tensors(_tensors(a), _tensors(b)))
+        except RecursionError:
+            raise Error("a state dict is nested too deeply, or holds itself", remedy="diff() of its parts") from None
     if not any(is_module):
         if not all(isinstance(x, History) or _is_path(x) for x in (a, b)):
             kinds = " and ".join(type(x).__name__ for x in (a, b))
@@ -154,5 +159,7 @@ def _loss(graph: GraphModule, args: tuple, loss: Callable[[Any], Tensor] | None)
             raise Error(
                 f"the loss is a {type(value).__name__}", remedy="return a tensor of one element to go backward from"
             )
+        if value.is_complex():
+            raise Error("the loss is complex: there is no way backward from it", remedy="return a real one, loss.abs()")
         return value
     return _C.sum_of_outputs([x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -25,12 +26,16 @@ class _RecordedForward(TransformedForward):
     def __init__(self, module: nn.Module, passes: list[Pass], recorder: _C.Recorder):
         super().__init__(module, passes, own_forward(module))
         self._recorder = recorder
+        self.forwards = 0  # in this step, whichever graph ran them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         train = torch.is_grad_enabled()
         if self._recorder.enabled() != train:
             self._recorder.set_enabled(train)
-        return super().__call__(*args, **kwargs)
+        if not train or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        number, self.forwards = self.forwards, self.forwards + 1
+        return _C.run_microbatch(number, functools.partial(super().__call__, *args, **kwargs))
 
     def _unmeasured(self) -> contextlib.ExitStack | None:
         if not self._recorder.enabled():
@@ -142,6 +147,8 @@ class Recorder:
         told = {name: float(value) for name, value in numbers.items()}
         step = engine.current_step()
         count = engine.step(list(told.items()))
+        for *_, forward in self._places:
+            forward.forwards = 0
         for writer in self._writers:
             writer.write(step, told, History(engine.written()) if count else None)
         return count

@@ -331,6 +331,11 @@ def test_wrong_arguments_are_refused_with_what_to_do():
     refused("tolerance=nan", net(), net(), x, tolerance=float("nan"))
     refused("are for two modules", *states, tolerance=0.1)
     refused("the loss has 8 elements", net(), net(), x, loss=lambda out: out)
+    refused("loss=3", net(), net(), x, loss=3)
+    refused("the loss is complex", net(), net(), x, loss=lambda out: out.sum() * 1j)
+    endless: dict = {}
+    endless["itself"] = endless
+    refused("holds itself", endless, endless)
     refused("the loss is a NoneType", net(), net(), x, loss=lambda out: None)
     refused("the loss depends on no parameter", net(), net(), x, loss=lambda out: out.detach().sum())
 
@@ -378,3 +383,61 @@ def test_a_module_that_would_scale_its_weights_at_its_first_call_keeps_its_bits(
     assert torch.equal(tracked.w, before) and not len(tracked.scales_graph().nodes)
     tracked(x)
     assert not torch.equal(tracked.w, before)  # which its own first call does
+
+
+class Averaged(nn.Module):
+    """Writes a buffer in its forward, which the next microbatch reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y - self.mean
+
+
+def record_lengths(folder, name, model, lengths, spoil=None):
+    """A step of microbatches of these lengths; each other length is another graph. `spoil` is called before each."""
+    (folder / "rules.toml").write_text(RULES)
+    batches = {n: torch.full((n, 4), 1.0 / n) for n in sorted(lengths)}
+    with plumb.Recorder(model, folder / "rules.toml", folder / name) as recorder:
+        for _ in range(2):
+            for number, n in enumerate(lengths):
+                if spoil:
+                    spoil(model, number)
+                model(batches[n]).square().sum().backward()
+            recorder.step()
+    return str(folder / name)
+
+
+def test_microbatches_are_numbered_through_whichever_graph_runs_them(tmp_path):
+    model = nn.Linear(4, 4)
+    a, b, c = (
+        record_lengths(tmp_path, name, model, n) for name, n in (("a", (5, 7, 6)), ("b", (5, 7, 6)), ("c", (5, 6, 7)))
+    )
+    assert plumb.diff(a, b).equal
+    found = plumb.diff(a, c)
+    place = [found.first[key] for key in ("tensor", "step", "microbatch")]
+    assert place == ["input", 1, 1], found
+
+
+def test_what_a_microbatch_wrote_into_a_buffer_differs_after_its_own_values(tmp_path):
+    def recorded(name, spoil=None):
+        torch.manual_seed(0)
+        return record_lengths(tmp_path, name, Averaged(), (5, 7, 6), spoil)
+
+    def change_weight(model, number):
+        if number == 0:
+            model.fc.weight.data[0, 0] += 1e-3
+
+    def change_buffer(model, number):
+        if number == 2:
+            model.mean[0] += 1e-3
+
+    a = recorded("a")
+    assert plumb.diff(a, recorded("again")).equal
+    assert plumb.diff(a, recorded("weight", change_weight)).first["tensor"] == "fc.weight"
+    assert plumb.diff(a, recorded("buffer", change_buffer)).first["tensor"] == "mean"
