@@ -105,6 +105,12 @@ std::string DiffReport::basis_text() const {
   const auto of_state = [](const DiffTensor& each) {
     return each.value == DiffTensor::State::NotCompared || kind_of(each.tensor, false) > DiffKind::GradientSum;
   };
+  // A later stage's input is what another stage sent.
+  if (first && first->step && first->kind == DiffKind::Value && first->stage <= 0 &&
+      tensors[first->tensor].tensor.operation == "input")
+    return "An input differs: the runs had other data in this step, or other rows in its microbatches. What follows "
+           "from "
+           "it says nothing of their arithmetic.";
   switch (basis) {
     case DiffBasis::SameRows:
       if (first && first->step && std::ranges::all_of(tensors, of_state))

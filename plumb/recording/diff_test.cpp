@@ -96,6 +96,35 @@ TEST_F(Diffs, ABufferThatForwardsWriteIsComparedTurnByTurnWhicheverRankHasIt) {
   EXPECT_EQ(diff(staged, whole).differing, 1);
 }
 
+TEST_F(Diffs, ReplicasMayDifferInWhatTheirOwnMicrobatchesWroteIntoBuffers) {
+  History whole;
+  whole.tensors = {{.name = "norm.mean", .operation = "buffer"}};
+  whole.hashes = {{1, {{0, false, 0, 0, 4, 11}, {0, false, 0, 0, 4, 12}, {0, false, 0, 0, 4, 13}}}};
+  History replicas = whole;
+  replicas.tensors.push_back(replicas.tensors[0]);
+  replicas.tensors[0].rank = 0, replicas.tensors[1].rank = 1;
+  replicas.hashes = {{1, {{0, false, 0, 0, 4, 11}, {0, false, 0, 0, 4, 12}, {1, false, 0, 0, 4, 11}}}};
+  replicas.hashes[0].hashes.push_back({1, false, 0, 0, 4, 15});
+  EXPECT_TRUE(diff(whole, replicas).equal()) << diff(whole, replicas).conclusion();
+  replicas.hashes[0].hashes[2].hash = 16;
+  EXPECT_EQ(diff(whole, replicas).first->rank, 1);
+}
+
+TEST_F(Diffs, MicrobatchesWhoseRowsOneRunDoesNotKnowAreComparedInTheirOrder) {
+  const at::Tensor x = randn_there({16, 8});
+  const History known = step_of(*two_layers(0, 8), x, {8, 8}, file("a"));
+  History unknown = known;
+  for (HistoryHash& each : unknown.hashes[0].hashes) each.first /= 8, each.rows = 0;
+  DiffReport report = diff(known, unknown);
+  EXPECT_TRUE(report.equal()) << report.to_text();
+  EXPECT_EQ(report.basis, DiffBasis::SameRows);
+  EXPECT_EQ(report.not_comparable, 0);
+  ++unknown.hashes[0].hashes[1].hash;
+  report = diff(unknown, known);
+  EXPECT_THAT(report.conclusion(), HasSubstr("microbatch 1, rows 8 to 15"));
+  EXPECT_THAT(report.statement(), HasSubstr("An input differs"));
+}
+
 TEST_F(Diffs, StepsThatOneRunLacksAreCounted) {
   History longer = step_of(*two_layers(), randn_there({16, 8}), {16}, file());
   const History shorter = longer;

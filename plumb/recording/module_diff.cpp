@@ -58,6 +58,14 @@ std::vector<int64_t> slots_of_outputs(const GraphModule& module, const ScaleTrac
   return slots;
 }
 
+// Returns those that operators compute.
+std::vector<const TrackedTensor*> results_of(const std::vector<TrackedTensor>& tensors) {
+  std::vector<const TrackedTensor*> results;
+  for (const TrackedTensor& each : tensors)
+    if (each.tensor.operation.find("::") != std::string::npos) results.push_back(&each);
+  return results;
+}
+
 std::optional<at::Device> device_of(const GraphModule& module) {
   for (const Attr& attr : module.state())
     if (attr.tensor.defined()) return attr.tensor.device();
@@ -137,14 +145,22 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
     throw Error(ErrorKind::InvalidArgument, c10::str("tolerance is ", tolerance), "", "a relative difference, 0.001");
   }
   DiffReport report{names.a, names.b};
-  if (operators_of(*a) != operators_of(*b) || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
-  std::map<std::string, TrackedTensor> others;
-  std::map<int64_t, std::string> names_of_b;  // by slot
-  for (TrackedTensor& each : tracked_tensors(*b, *of_b_)) {
+  const bool same_operators = operators_of(*a) == operators_of(*b);
+  if (!same_operators || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
+  std::vector<TrackedTensor> all = tracked_tensors(*a, *of_a_), all_b = tracked_tensors(*b, *of_b_);
+  std::map<int64_t, std::string> names_of_b, keys_of_b;  // by slot
+  for (const TrackedTensor& each : all_b) {
     names_of_b.emplace(each.slot, each.tensor.name);
-    others.emplace(name_key(each.tensor), std::move(each));
+    keys_of_b.emplace(each.slot, name_key(each.tensor));
   }
-  std::vector<TrackedTensor> all = tracked_tensors(*a, *of_a_);
+  // Results of one program are compared in its order: a file of torch.export has other names (sum_1, where ours is
+  // sum).
+  const auto results_a = results_of(all), results_b = results_of(all_b);
+  const auto operation = [](const TrackedTensor* each) { return each->tensor.operation; };
+  if (same_operators && std::ranges::equal(results_a, results_b, {}, operation, operation))
+    for (size_t i = 0; i < results_a.size(); ++i) keys_of_b[results_b[i]->slot] = name_key(results_a[i]->tensor);
+  std::map<std::string, TrackedTensor> others;
+  for (TrackedTensor& each : all_b) others.emplace(keys_of_b.at(each.slot), std::move(each));
   // Outputs whose names the other module does not have are compared by their places.
   const auto outputs_a = slots_of_outputs(*a, *of_a_), outputs_b = slots_of_outputs(*b, *of_b_);
   std::set<std::string> names_of_a;

@@ -251,6 +251,24 @@ def test_outputs_of_equal_names_are_compared_by_their_places_too(end):
     assert found.only_b == {2: [], 3: ["output 2"]}[len(outs[1])] or "mul_1" in found.only_b
 
 
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y.sum(0) * y.pow(2).sum(0) + y.abs().pow(3).sum(0)
+
+
+def test_a_file_of_torch_export_is_compared_in_the_order_of_its_operators(tmp_path):
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(3, 4)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "net.pt2")
+    found = plumb.diff(tmp_path / "net.pt2", model, x)
+    assert found.equal and found.only_a == found.only_b == [], found
+
+
 class Largest(nn.Module):
     def __init__(self, dim, scale=1.0):
         super().__init__()
