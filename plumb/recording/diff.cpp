@@ -197,11 +197,11 @@ class StepDiff {
   }
 
  private:
-  // Empty: this run has no such value.
+  // Empty: this run has no such value. What replicas wrote themselves is compared replica by replica.
   void compare(Difference place, size_t turn, const std::vector<Hash>& a, const std::vector<Hash>& b) {
-    const Hash* odd = a.empty() || b.empty() ? &(a.empty() ? b : a).front()
-                      : same_places(a, b)    ? changed_one(a, b)
-                                             : odd_one(a, b);
+    const Hash* odd = a.empty() || b.empty()                                    ? &(a.empty() ? b : a).front()
+                      : same_places(a, b) || (turn > 0 && a.size() == b.size()) ? changed_one(a, b)
+                                                                                : odd_one(a, b);
     if (odd != nullptr) place.rank = odd->tensor->rank, place.stage = odd->tensor->stage;
     found_.push_back({place, odd != nullptr, std::max<int64_t>(place.microbatch, 0) + static_cast<int64_t>(turn)});
   }

@@ -106,8 +106,13 @@ TEST_F(Diffs, ReplicasMayDifferInWhatTheirOwnMicrobatchesWroteIntoBuffers) {
   replicas.hashes = {{1, {{0, false, 0, 0, 4, 11}, {0, false, 0, 0, 4, 12}, {1, false, 0, 0, 4, 11}}}};
   replicas.hashes[0].hashes.push_back({1, false, 0, 0, 4, 15});
   EXPECT_TRUE(diff(whole, replicas).equal()) << diff(whole, replicas).conclusion();
+  History staged = replicas;
+  staged.tensors[0].rank = 2, staged.tensors[1].rank = 3;
+  EXPECT_TRUE(diff(replicas, staged).equal()) << diff(replicas, staged).conclusion();
   replicas.hashes[0].hashes[2].hash = 16;
   EXPECT_EQ(diff(whole, replicas).first->rank, 1);
+  staged.hashes[0].hashes[3].hash = 17;
+  EXPECT_EQ(diff(replicas, staged).differing, 2);
 }
 
 TEST_F(Diffs, MicrobatchesWhoseRowsOneRunDoesNotKnowAreComparedInTheirOrder) {
