@@ -81,6 +81,18 @@ std::vector<std::string> TreeSpec::keys() const {
   return names;
 }
 
+std::vector<std::string> TreeSpec::leaf_names() const {
+  if (is_leaf()) return {""};
+  const std::vector<std::string> own = is_dict(*this) ? keys() : std::vector<std::string>();
+  std::vector<std::string> names;
+  for (size_t i = 0; i < children.size(); ++i) {
+    const std::string child = i < own.size() ? own[i] : std::to_string(i);
+    for (const std::string& inner : children[i].leaf_names())
+      names.push_back(inner.empty() ? child : child + "." + inner);
+  }
+  return names;
+}
+
 std::string TreeSpec::to_json() const { return json::array({1, dump(*this)}).dump(); }
 
 TreeSpec TreeSpec::from_json(const std::string& text) {

@@ -28,6 +28,8 @@ struct TreeSpec {
   size_t num_leaves() const;
   // Keys of a dict (only string and integer keys, as text); throws for other types.
   std::vector<std::string> keys() const;
+  // Returns a name for each leaf, of keys and places: "loss", "states.1"; "" if it is the only one.
+  std::vector<std::string> leaf_names() const;
   bool operator==(const TreeSpec&) const = default;
 
   // torch.utils._pytree's dump, protocol 1: `[1, {"type": ..., "context": ..., "children_spec": [...]}]`.

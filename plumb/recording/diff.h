@@ -50,11 +50,11 @@ struct Difference {
   size_t tensor = 0;  // index into DiffReport::tensors
   DiffKind kind = DiffKind::Value;
   std::optional<int64_t> step;
-  int64_t first_row = 0, rows = 0;  // first row and row count of its microbatch; rows 0: not known
-  int64_t microbatch = -1;          // -1: there is one, or none
-  int64_t rank = -1, stage = -1;    // where the value differs; -1: not known
-  int64_t output = -1;              // place among the outputs of two modules, where these differ by name; else -1
-  std::string other_name = {};      // name of the second module's output there
+  int64_t first_row = 0, rows = 0;         // first row and row count of its microbatch; rows 0: not known
+  int64_t microbatch = -1;                 // -1: there is one, or none
+  int64_t rank = -1, stage = -1;           // where the value differs; -1: not known
+  std::optional<std::string> output = {};  // "loss", "states.1": of modules whose outputs there have other names
+  std::string other_name = {};             // the second module's
   std::optional<TensorDistance> distance;
   std::string statistics;  // recorded beside the hashes, where they differ
 };
@@ -66,12 +66,16 @@ struct DiffReport {
   std::optional<int64_t> equal_to;  // the last compared step in which nothing differs
   int64_t compared = 0, differing = 0, following = 0, not_comparable = 0;
   std::vector<std::string> only_a, only_b;  // names that the other run does not have
+  std::vector<std::string> other_outputs;   // of modules: keys or places that one lacks, or has another constant in
   std::vector<DiffTensor> tensors;
   int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
   uint64_t torn_a = 0, torn_b = 0;             // History::torn_bytes
 
   // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal.
-  bool equal() const { return compared > 0 && !first && !(by_name() && !(only_a.empty() && only_b.empty())); }
+  bool equal() const {
+    const bool names_differ = by_name() && !(only_a.empty() && only_b.empty());
+    return compared > 0 && !first && !names_differ && other_outputs.empty();
+  }
   bool by_name() const;  // state dicts and checkpoints
   // Returns "Equal to step 411. In step 412 first: the gradient of ...; 40 later ones follow from it."
   std::string conclusion() const;

@@ -12,7 +12,7 @@ namespace {
 constexpr const char* kKinds[] = {"value", "gradient", "gradient_sum", "after_step", "optimizer_state"};
 
 std::string title_of(const Difference& place, const HistoryTensor& tensor) {
-  if (place.output >= 0) return c10::str("output ", place.output, ", ", tensor.name, " against ", place.other_name);
+  if (place.output) return c10::str("output ", *place.output, ", ", tensor.name, " against ", place.other_name);
   switch (place.kind) {
     case DiffKind::Value: return tensor.name;
     case DiffKind::Gradient: return "the gradient of " + tensor.name;
@@ -58,6 +58,10 @@ std::string DiffReport::conclusion() const {
     if (compared == 0) {
       return c10::str("Nothing was compared: they have no tensor in common",
                       not_comparable > 0 ? " of which the rows are the same." : ".");
+    }
+    if (!other_outputs.empty()) {
+      return c10::str("Equal in the ", compared, " tensors that both have. Outputs that one lacks, or has another ",
+                      "constant in: ", few(other_outputs), ".");
     }
     if (!equal()) {
       return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
@@ -109,8 +113,7 @@ std::string DiffReport::basis_text() const {
   if (first && first->step && first->kind == DiffKind::Value && first->stage <= 0 &&
       tensors[first->tensor].tensor.operation == "input")
     return "An input differs: the runs had other data in this step, or other rows in its microbatches. What follows "
-           "from "
-           "it says nothing of their arithmetic.";
+           "from it says nothing of their arithmetic.";
   switch (basis) {
     case DiffBasis::SameRows:
       if (first && first->step && std::ranges::all_of(tensors, of_state))
@@ -170,7 +173,8 @@ nlohmann::json DiffReport::to_json() const {
                         {"following", following},
                         {"not_comparable", not_comparable},
                         {"only_a", only_a},
-                        {"only_b", only_b}};
+                        {"only_b", only_b},
+                        {"other_outputs", other_outputs}};
   if (equal_to) out["equal_to"] = *equal_to;
   if (!first) return out;
   const HistoryTensor& t = tensors[first->tensor].tensor;
@@ -181,7 +185,7 @@ nlohmann::json DiffReport::to_json() const {
        {"rank", first->rank}, {"microbatch", first->microbatch},
        {"rows", first->rows}, {"first_row", first->first_row}};
   if (first->step) f["step"] = *first->step;
-  if (first->output >= 0) f["output"] = first->output;
+  if (first->output) f["output"] = *first->output;
   if (first->distance) {
     const TensorDistance& d = *first->distance;
     f["elements"] = d.elements, f["differing_elements"] = d.differing;

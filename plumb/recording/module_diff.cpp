@@ -47,15 +47,23 @@ std::vector<std::string> operators_of(const GraphModule& module) {
   return names;
 }
 
-// Returns the slots of the outputs; -1 for those that are not tracked.
-std::vector<int64_t> slots_of_outputs(const GraphModule& module, const ScaleTracker& tracker) {
-  std::vector<int64_t> slots;
-  for (const Value* output : module.graph().output_node()->inputs()) {
-    const Node* node = output->producer();
-    const bool here = node->is_op("plumb::track") && node->arg("tracker") == Arg(tracker.id());
-    slots.push_back(here ? node->arg("slot").constant().toInt() : -1);
+struct Output {
+  Arg arg;
+  std::optional<int64_t> slot;  // if it is tracked
+};
+
+// By key or place: another order of a dict's keys is no difference.
+std::map<std::string, Output> outputs_of(const GraphModule& module, const ScaleTracker& tracker) {
+  std::map<std::string, Output> outputs;
+  const std::vector<std::string> names = module.out_spec().leaf_names();
+  for (size_t i = 0; i < names.size(); ++i) {
+    Output& output = outputs[names[i].empty() ? "0" : names[i]] = {module.graph().output_node()->arg(i)};
+    if (!output.arg.is_value()) continue;
+    const Node* node = output.arg.value()->producer();
+    if (node->is_op("plumb::track") && node->arg("tracker") == Arg(tracker.id()))
+      output.slot = node->arg("slot").constant().toInt();
   }
-  return slots;
+  return outputs;
 }
 
 // Returns those that operators compute.
@@ -162,15 +170,15 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
   std::map<std::string, TrackedTensor> others;
   for (TrackedTensor& each : all_b) others.emplace(keys_of_b.at(each.slot), std::move(each));
   // Outputs whose names the other module does not have are compared by their places.
-  const auto outputs_a = slots_of_outputs(*a, *of_a_), outputs_b = slots_of_outputs(*b, *of_b_);
+  const auto outputs_a = outputs_of(*a, *of_a_), outputs_b = outputs_of(*b, *of_b_);
   std::set<std::string> names_of_a;
   for (const TrackedTensor& each : all) names_of_a.insert(name_key(each.tensor));
   const auto find_other = [&](const TrackedTensor& each) {
     const auto named = others.find(name_key(each.tensor));
     if (named != others.end() || outputs_a.size() != outputs_b.size()) return named;
-    const auto place = std::ranges::find(outputs_a, each.slot);
-    if (place == outputs_a.end()) return others.end();
-    const int64_t slot = outputs_b[static_cast<size_t>(place - outputs_a.begin())];
+    const auto output = std::ranges::find_if(outputs_a, [&](const auto& o) { return o.second.slot == each.slot; });
+    if (output == outputs_a.end() || !outputs_b.contains(output->first)) return others.end();
+    const auto slot = outputs_b.at(output->first).slot;
     return std::ranges::find_if(
         others, [&](const auto& other) { return other.second.slot == slot && !names_of_a.contains(other.first); });
   };
@@ -204,22 +212,26 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
     }
     others.erase(other);
   }
-  // Values of one name may be other outputs, or one of them none: outputs are compared with those in the same places,
-  // too.
-  for (size_t i = 0; i < std::max(outputs_a.size(), outputs_b.size()); ++i) {
-    if (i >= outputs_a.size() || i >= outputs_b.size()) {
-      (i < outputs_a.size() ? report.only_a : report.only_b).push_back("output " + std::to_string(i));
+  // Values of one name may be other outputs, or one of them none: outputs of one key or place are compared, too.
+  for (const auto& [name, x] : outputs_a) {
+    const auto other = outputs_b.find(name);
+    if (other == outputs_b.end() || x.arg.is_constant() || other->second.arg.is_constant()) {
+      if (other != outputs_b.end() && x.arg == other->second.arg) continue;
+      report.other_outputs.push_back(name);
       continue;
     }
-    const int64_t slot_a = outputs_a[i], slot_b = outputs_b[i];
-    if (slot_a < 0 || slot_b < 0) continue;
-    if (const auto pair = slots.find(slot_a); pair != slots.end() && pair->second == slot_b) continue;
-    const auto x = last_of(*of_a_, slot_a, Direction::Forward), y = last_of(*of_b_, slot_b, Direction::Forward);
-    if (!x || !y) continue;
-    Difference where{places.at(slot_a), DiffKind::Value};
-    where.output = static_cast<int64_t>(i), where.other_name = names_of_b.at(slot_b);
-    compare(std::move(where), *x, *y);
+    const Output& y = other->second;
+    if (!x.slot || !y.slot) continue;
+    if (const auto pair = slots.find(*x.slot); pair != slots.end() && pair->second == *y.slot) continue;
+    const auto value = last_of(*of_a_, *x.slot, Direction::Forward),
+               second = last_of(*of_b_, *y.slot, Direction::Forward);
+    if (!value || !second) continue;
+    Difference where{places.at(*x.slot), DiffKind::Value};
+    where.output = name, where.other_name = names_of_b.at(*y.slot);
+    compare(std::move(where), *value, *second);
   }
+  for (const auto& [name, y] : outputs_b)
+    if (!outputs_a.contains(name)) report.other_outputs.push_back(name);
   for (const auto& [key, each] : others) report.only_b.push_back(each.tensor.name);
   conclude(report, std::move(compared));
   return report;

@@ -29,7 +29,8 @@ class Diff:
         self._engine = engine
         found = json.loads(engine.to_json())
         self.equal: bool = found["equal"]
-        """True if something was compared, nothing of it differs, and no state dict lacks a name of the other."""
+        """True if something was compared, nothing of it differs, and no state dict lacks a name, no module an output of the
+        other."""
         self.conclusion: str = found["conclusion"]
         """Names the first tensor that differs, how far apart it is, and how many follow from it."""
         self.statement: str = found["statement"]
@@ -45,6 +46,8 @@ class Diff:
         self.only_a: list[str] = found["only_a"]
         self.only_b: list[str] = found["only_b"]
         """Names of tensors that only one of them has."""
+        self.other_outputs: list[str] = found["other_outputs"]
+        """Of modules: keys or places of outputs that one of them lacks, or has another constant in."""
 
     def page(self, path: str) -> None:
         """Writes an HTML page with the graph in colors, which needs no other file."""
