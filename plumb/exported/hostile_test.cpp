@@ -8,6 +8,7 @@
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/programs_testing.h"
 #include "plumb/exported/sym_expr.h"
+#include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
 #include "tests/message_of.h"
@@ -218,14 +219,30 @@ TEST(HostileFiles, TensorsThatReachOutsideOfTheirRecordAreRefused) {
 
 TEST(HostileFiles, TensorsOfMoreElementsThanNumbersCountAreRefused) {
   for (const int64_t last : {int64_t{1} << 32, int64_t{0}}) {  // last size; with strides 0 all elements are the first
-    Archive archive("linear");
-    Json config = Json::parse(archive.entry("model_weights_config.json"));
-    Json& meta = config["config"]["0.weight"]["tensor_meta"];
-    meta["sizes"] = {{{"as_int", int64_t{1} << 32}}, {{"as_int", int64_t{1} << 32}}, {{"as_int", last}}};
-    meta["strides"] = {{{"as_int", 0}}, {{"as_int", 0}}, {{"as_int", 0}}};
-    archive.entry("model_weights_config.json") = config.dump();
-    EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("0.weight"));
+    for (const char* device : {"cpu", "meta"}) {
+      Archive archive("linear");
+      Json config = Json::parse(archive.entry("model_weights_config.json"));
+      Json& meta = config["config"]["0.weight"]["tensor_meta"];
+      meta["sizes"] = {{{"as_int", int64_t{1} << 32}}, {{"as_int", int64_t{1} << 32}}, {{"as_int", last}}};
+      meta["strides"] = {{{"as_int", 0}}, {{"as_int", 0}}, {{"as_int", 0}}};
+      meta["device"]["type"] = device;
+      archive.entry("model_weights_config.json") = config.dump();
+      EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("0.weight")) << device;
+    }
   }
+}
+
+TEST(HostileFiles, APickledParameterOfIntegersIsNamed) {
+  Archive archive("linear");
+  Json config = Json::parse(archive.entry("model_weights_config.json"));
+  Json& entry = config["config"]["0.weight"];
+  entry["use_pickle"] = true;
+  const std::string file = (programs() / "integers.pt").string();
+  save_tensors(torch::ones({6, 5}, at::kLong), file);
+  archive.entry(entry["path_name"].get<std::string>()) = slurp(file);
+  archive.entry("model_weights_config.json") = config.dump();
+  const Error e = load_error(archive.zip());
+  EXPECT_THAT(e.what(), AllOf(HasSubstr("an integer tensor cannot require gradients"), HasSubstr("0.weight")));
 }
 
 TEST(HostileFiles, RecordsOutsideOfTheArchiveAreNotLookedFor) {

@@ -85,6 +85,9 @@ StoredTensors read_stored(const ZipFile& zip, const std::string& config, const s
       if (!archive->second.isTensor()) doc.fail(entry, "'" + it.key() + "' is no tensor");
       result.tensor = archive->second.toTensor().detach().to(where);
     } else if (where.is_meta()) {
+      const auto item = static_cast<int64_t>(at::elementSize(meta.dtype));
+      if (!lies_inside(meta.sizes, meta.strides, 0, item, UINT64_MAX))
+        doc.fail(entry, "'" + it.key() + "' has more elements than numbers count");
       result.tensor = at::empty_strided(meta.sizes, meta.strides, at::dtype(meta.dtype).device(where));
     } else {
       at::Tensor& bytes = storages[record + "@" + where.str()];
@@ -102,7 +105,8 @@ StoredTensors read_stored(const ZipFile& zip, const std::string& config, const s
       result.tensor = view_of_bytes(bytes, meta.dtype, stored.storage_offset, meta.sizes, meta.strides);
     }
     if (is_parameter && meta.requires_grad) {
-      if (!at::isFloatingType(meta.dtype) && !at::isComplexType(meta.dtype))
+      // A pickled tensor's own dtype may be another than the entry says.
+      if (!result.tensor.is_floating_point() && !result.tensor.is_complex())
         doc.fail(entry, "an integer tensor cannot require gradients");
       result.tensor.set_requires_grad(true);
     }

@@ -8,6 +8,8 @@
 
 #include <bit>
 #include <deque>
+#include <map>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -262,12 +264,11 @@ class Machine {
   }
 
   // Returns the bytes of a storage as numbers of a view that torch reads through a dict of bits, {"conj": True, "neg":
-  // True}.
-  at::Tensor with_bits(const at::Tensor& bytes, at::ScalarType dtype, const Object& bits) const {
+  // True}. Views with the same bits share these numbers, as they share the storage: a small file may have many.
+  at::Tensor with_bits(const at::Tensor& bytes, at::ScalarType dtype, const Object& bits) {
     if (bits.kind == Object::Plain && bits.value.isNone()) return bytes;
     if (bits.kind != Object::Dict) fail("a tensor whose bits are no dict");
-    const int64_t count = bytes.numel() / static_cast<int64_t>(at::elementSize(dtype));
-    at::Tensor numbers = pt2::view_of_bytes(bytes, dtype, 0, {count}, {1});
+    bool neg = false, conj = false;
     for (size_t i = 0; i + 1 < bits.items.size(); i += 2) {
       const std::string& name = text(*bits.items[i]);
       const Object& set = *bits.items[i + 1];
@@ -275,7 +276,15 @@ class Machine {
       if (set.kind != Object::Plain || !set.value.isBool() || !(is_neg || (name == "conj" && at::isComplexType(dtype))))
         fail("a tensor of " + std::string(at::toString(dtype)) + " with the property '" + name + "'",
              "save tensor.clone()");
-      if (set.value.toBool()) numbers = is_neg ? at::neg(numbers) : at::conj_physical(numbers);
+      (is_neg ? neg : conj) = set.value.toBool();
+    }
+    if (!neg && !conj) return bytes;
+    at::Tensor& numbers = numbers_[{bytes.unsafeGetTensorImpl(), dtype, neg, conj}];
+    if (!numbers.defined()) {
+      const int64_t count = bytes.numel() / static_cast<int64_t>(at::elementSize(dtype));
+      numbers = pt2::view_of_bytes(bytes, dtype, 0, {count}, {1});
+      if (neg) numbers = at::neg(numbers);
+      if (conj) numbers = at::conj_physical(numbers);
     }
     return numbers;
   }
@@ -330,6 +339,8 @@ class Machine {
   std::vector<Object*> stack_;
   std::unordered_map<uint64_t, Object*> memo_;
   std::unordered_map<std::string, at::Tensor> storages_;
+  // Numbers of with_bits(), by storage, dtype and the bits neg and conj.
+  std::map<std::tuple<const at::TensorImpl*, at::ScalarType, bool, bool>, at::Tensor> numbers_;
 };
 
 c10::IValue unpickle(const ZipFile& zip) {

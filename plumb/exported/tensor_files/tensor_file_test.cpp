@@ -91,7 +91,7 @@ exported._specialize_on = {0: []}
 torch.save({"exported": exported, "x": x, "view": x[2:4], "p": torch.nn.Parameter(x), 3: [1, None], "f8": x.to(torch.float8_e4m3fn)}, f + "/from_python.pt")
 torch.save(torch.nn.Linear(2, 2).state_dict(), f + "/state.pt")
 z = torch.complex(x, x + 1)
-views = {"neg": z.clone().conj().imag, "conj": z.conj(), "both": torch._neg_view(z.conj()), "wide": torch._neg_view(x[2:3]).expand(4)}
+views = {"neg": z.clone().conj().imag, "conj": z.conj(), "both": torch._neg_view(z.conj()), "wide": torch._neg_view(x[2:3]).expand(4), "part": z[2:].conj()}
 assert all(v.is_neg() or v.is_conj() for v in views.values())
 torch.save(views, f + "/bits.pt")
 torch.save({name: v.resolve_conj().resolve_neg() for name, v in views.items()}, f + "/values.pt")
@@ -113,6 +113,8 @@ torch.save({"x": Mine()}, f + "/object.pt")
   const auto bits = load_tensors(scratch("bits.pt")).toGenericDict();
   for (const auto& entry : load_tensors(scratch("values.pt")).toGenericDict())
     EXPECT_TRUE(same(bits.at(entry.key()), entry.value())) << entry.key();
+  EXPECT_TRUE(bits.at("part").toTensor().is_alias_of(bits.at("conj").toTensor()))
+      << "many views of a storage need no copy of it each";
   EXPECT_THAT(error_of([] { load_tensors(scratch("object.pt")); }).what(), HasSubstr("Mine"));
   EXPECT_THAT(error_of([] { load_tensors(scratch("old.pt")); }).what(),
               HasSubstr("torch.export.save of PyTorch 1.6 or newer"));
