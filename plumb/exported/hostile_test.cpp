@@ -169,6 +169,25 @@ TEST(HostileFiles, WrongContentNamesItsPlace) {
       HasSubstr("in_spec"));
 }
 
+TEST(HostileFiles, ACopyOfANumberStaysAndNothingIsCopiedNowhere) {
+  const auto copy = [](const Json& self, const Json& source) {
+    return Archive("linear")
+        .model([&](Json& j) {
+          Json& node = j["graph_module"]["graph"]["nodes"][1];
+          node["target"] = "torch.ops.aten.copy_.default";
+          node["inputs"] = {{{"name", "self"}, {"arg", self}, {"kind", 1}},
+                            {{"name", "src"}, {"arg", source}, {"kind", 1}}};
+        })
+        .zip();
+  };
+  const Json tensor = {{"as_tensor", {{"name", "linear"}}}}, none = {{"as_none", true}}, number = {{"as_int", 3}};
+  EXPECT_THAT(load_error(copy(none, tensor)).what(), HasSubstr("argument 'self' takes Tensor, got None"));
+  EXPECT_THAT(load_error(copy(tensor, none)).what(), HasSubstr("argument 'src' takes Tensor, got None"));
+  const fs::path path = programs() / "hostile.pt2";
+  spill(path, copy(tensor, number));
+  EXPECT_THAT(to_string(load_pt2(path).module->graph()), HasSubstr("aten::copy_(%linear, 3)"));
+}
+
 TEST(HostileFiles, OperatorsThatAreNoTensorArithmeticAreRefusedByName) {
   auto broken = [](const std::string& target) {
     return std::string(

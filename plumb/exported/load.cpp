@@ -416,10 +416,12 @@ class Loader {
   void drop_copies_onto_themselves() {
     for (Node* node : graph_.nodes()) {
       if (!node->is_op("aten::copy_")) continue;
-      const Value* same = node->input(1);
-      while (same != nullptr && same != node->input(0)) same = written_as(same);
+      const Value* to = node->arg("self").value();
+      Value* from = node->arg("src").value();
+      const Value* same = from;  // null for a number
+      while (same != nullptr && same != to) same = written_as(same);
       if (same == nullptr) continue;
-      graph_.replace_all_uses_with(node->result(), node->input(1));
+      graph_.replace_all_uses_with(node->result(), from);
       graph_.erase(node);
     }
   }

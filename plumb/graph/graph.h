@@ -113,7 +113,7 @@ class Node {
 
   // The values among the arguments, flattened, in order, repeated if used twice.
   size_t num_inputs() const { return inputs_.size(); }
-  Value* input(size_t i) const { return inputs_[i].value; }
+  Value* input(size_t i) const;  // throws if there are fewer: a tensor argument may be a number or None
   std::vector<Value*> inputs() const;
   void set_input(size_t i, Value* value);  // O(1)
 

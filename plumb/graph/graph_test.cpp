@@ -38,7 +38,19 @@ TEST(Graph, RefusesArgumentsThatDoNotFitTheSchema) {
   EXPECT_THAT(message_of([&] { g.call("aten::sum.dim_IntList", {x, "three"}); }), HasSubstr("argument 'dim'"));
   EXPECT_THAT(message_of([&] { g.call("aten::linear", {x}); }), HasSubstr("argument 'weight' is missing"));
   EXPECT_THAT(message_of([&] { g.call("aten::add.Tensr", {x, x}); }), HasSubstr("one of its overloads"));
+  for (const Arg& nothing : {Arg(), Arg(c10::IValue(at::Tensor()))}) {
+    EXPECT_THAT(message_of([&] { g.call("aten::copy", {nothing, x}); }), HasSubstr("'self' takes Tensor, got None"));
+    EXPECT_THAT(message_of([&] { g.call("aten::cat", {Arg::List{x, nothing}}); }), HasSubstr("got None"));
+    EXPECT_TRUE(g.call("aten::linear", {3, 4, nothing})->arg("bias").is_none()) << "None for what may be left out";
+  }
   EXPECT_EQ(x->uses().size(), 0u) << "a refused call leaves no uses behind";
+}
+
+TEST(Graph, SaysWhichNodeHasNoSuchInput) {
+  Graph g;
+  const Node* numbers = g.call("aten::add.Tensor", {g.placeholder("x")->result(), 3});
+  EXPECT_EQ(numbers->input(0)->name(), "x");
+  EXPECT_THAT(message_of([&] { numbers->input(1); }), HasSubstr("node %add (aten::add.Tensor) has 1 inputs, not 2"));
 }
 
 TEST(Graph, RepeatsASingleIntForAnIntListOfFixedLength) {

@@ -138,8 +138,15 @@ std::vector<Value*> Node::inputs() const {
   return values;
 }
 
+Value* Node::input(size_t i) const {
+  if (i < inputs_.size()) return inputs_[i].value;
+  throw Error(ErrorKind::InvalidArgument,
+              describe() + " has " + std::to_string(inputs_.size()) + " inputs, not " + std::to_string(i + 1),
+              meta_.where(), "give it tensors in the place of numbers or None");
+}
+
 void Node::set_input(size_t i, Value* value) {
-  if (i >= inputs_.size()) throw Error(ErrorKind::InvalidArgument, describe() + " has no input " + std::to_string(i));
+  input(i);  // throws if there is none
   if (value == nullptr)
     throw Error(ErrorKind::InvalidArgument, "input " + std::to_string(i) + " of " + describe() + " is a null pointer");
   remove_use(i);
@@ -295,7 +302,7 @@ std::optional<std::vector<int64_t>> memory_order(const TensorMeta& type) {
   for (size_t i = order.size(); i-- > 0;) {
     const auto d = static_cast<size_t>(order[i]);
     if (type.sizes[d] != 1 && type.strides[d] != stride) return std::nullopt;
-    stride *= type.sizes[d];
+    if (__builtin_mul_overflow(stride, type.sizes[d], &stride)) return std::nullopt;  // sizes from files may be absurd
   }
   return order;
 }

@@ -22,11 +22,13 @@ using c10::TypePtr;
               "", "see the operator's schema: " + toString(schema));
 }
 
+bool is_undefined(const IValue& v) { return v.isTensor() && !v.toTensor().defined(); }
+
 std::string kind_of(const Arg& arg) {
   if (arg.is_value()) return "value %" + arg.value()->name();
   if (arg.is_list()) return "a list";
   const IValue& v = arg.constant();
-  if (v.isNone()) return "None";
+  if (v.isNone() || is_undefined(v)) return "None";
   return v.tagKind();
 }
 
@@ -42,9 +44,8 @@ struct Fitter {
     bool fits = true;
     switch (type->kind()) {
       case TypeKind::TensorType:
-        // A number is a wrapped number; None is an undefined tensor.
-        if (v.isTensor() && !v.toTensor().defined()) return IValue();
-        fits = v.isNone() || is_number(v);
+        // A number is a wrapped number. None would be an undefined tensor, at which some of torch's kernels crash.
+        fits = is_number(v);
         break;
       case TypeKind::IntType:
       case TypeKind::SymIntType:
@@ -84,7 +85,7 @@ struct Fitter {
 
   Arg fit(const TypePtr& type, const Arg& arg) const {
     if (type->kind() == TypeKind::OptionalType) {
-      if (arg.is_none()) return arg;
+      if (arg.is_constant() && (arg.is_none() || is_undefined(arg.constant()))) return IValue();
       return fit(type->castRaw<c10::OptionalType>()->getElementType(), arg);
     }
     if (arg.is_value()) {
