@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <limits>
+#include <set>
 #include <sstream>
 
 #include "plumb/core/cores.h"
@@ -434,13 +435,19 @@ std::optional<std::string> text_of_value(const toml::node& node) {
 void read_toml(TrainOptions& options, const std::string& text, const std::string& file) {
   const auto place = [&](const toml::source_region& at) { return c10::str(file, ":", at.begin.line, ": "); };
   const toml::table document = parse_toml(text, file, "NAME = value lines; texts stand in quotes");
+  std::set<const TrainField*> seen;
   for (const auto& [key, node] : document) {
     const std::string name(key.str());
     prefixed(place(key.source()), [&, &node = node] {
       const TrainField& field = train_field(name);
+      if (!seen.insert(&field).second) refuse(field, "is there twice, with - and with _");
       std::vector<std::string> texts;
       if (const toml::array* list = node.as_array(); list != nullptr && field.is_list()) {
-        for (const toml::node& each : *list) texts.push_back(text_of_value(each).value_or(""));
+        for (const toml::node& each : *list) {
+          const auto one_of_them = text_of_value(each);
+          if (!one_of_them) refuse(field, "holds what is no text, number, true or false");
+          texts.push_back(*one_of_them);
+        }
       } else if (const auto one = text_of_value(node)) {
         texts = {*one};
       } else {

@@ -312,6 +312,8 @@ TEST_F(TrainingOptions, SayWhereATomlFileIsWrong) {
   EXPECT_THAT(says("loss = \"none\""), HasSubstr("--loss: 'none' is not known"));
   EXPECT_THAT(says("lr = [0.1]"), HasSubstr("--lr: is no text, number, true or false"));
   EXPECT_THAT(says("lr = 0.1\nlr"), HasSubstr("run.toml:2: is no TOML"));
+  EXPECT_THAT(says("at = [\"a\", {b = 1}]"), HasSubstr("run.toml:1: --at: holds what is no text"));
+  EXPECT_THAT(says("weight-decay = 0.1\nweight_decay = 0.2"), HasSubstr("run.toml:2: --weight-decay: is there twice"));
   EXPECT_THAT(says(std::string("steps = \"\x00\"", 12)), HasSubstr("run.toml:1: "));
 }
 
