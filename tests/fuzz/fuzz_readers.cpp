@@ -7,12 +7,11 @@
 
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
+#include "plumb/checkpoint/pretrained.h"
 #include "plumb/checkpoint/safetensors.h"
-#include "plumb/core/checksum.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/tensor_files/tensor_file.h"
-#include "plumb/exported/zip_file.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/tree_spec.h"
@@ -22,17 +21,17 @@
 #include "plumb/pipeline/runtime/timeline.h"
 #include "plumb/pipeline/transport/message.h"
 #include "plumb/recording/history.h"
-#include "plumb/recording/history_format.h"
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/pipeline_plan.h"
 #include "plumb/schedule/schedule.h"
+#include "plumb/training/options.h"
+#include "plumb/transforms/formats/format_recipe.h"
+#include "tests/fuzz/broken.h"
 #include "tests/fuzz/driver.h"
 
 namespace plumb::fuzz {
 namespace {
-
-using nlohmann::json;
 
 struct Reader {
   std::string name;
@@ -44,106 +43,6 @@ struct Reader {
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(what);
-}
-
-// --- broken copies ---
-
-std::string broken_bytes(const std::string& seed, Random& random) {
-  std::string bytes = seed;
-  mutate_bytes(bytes, random);
-  return bytes;
-}
-
-// A whole line or word of another place is a likelier mistake than a flipped bit.
-std::string broken_text(const std::string& seed, Random& random) {
-  std::string text = seed;
-  for (const char* ends : {"\n", " ,()[]=\n"}) {
-    if (!chance(random, 3) || text.empty()) continue;
-    const size_t from = text.find_first_of(ends, below(random, text.size()));
-    const size_t to = text.find_first_of(ends, below(random, text.size()));
-    if (from == text.npos || to == text.npos) continue;
-    text.insert(to, text.substr(from, text.find_first_of(ends, from + 1) - from));
-  }
-  if (!chance(random, 4)) mutate_bytes(text, random);
-  return text;
-}
-
-std::string broken_json(const std::string& seed, Random& random) {
-  json document = json::parse(seed, nullptr, false);
-  if (document.is_discarded() || chance(random, 4)) return broken_text(seed, random);
-  for (size_t rounds = 1 + below(random, 3); rounds > 0; --rounds) mutate_json(document, random);
-  return document.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-std::string broken_archive(const std::string& seed, Random& random) {
-  ZipFile zip("seed", std::string_view(seed));
-  std::vector<std::pair<std::string, std::string>> entries;
-  for (const ZipEntry& e : zip.entries()) entries.emplace_back(e.name, zip.read(e));
-  return mutate_archive(seed, std::move(entries), random, crc32);
-}
-
-// Breaks a file whose JSON header's length stands at byte `at`: the header changes, and its length fits again.
-std::string broken_header(const std::string& seed, size_t at, Random& random) {
-  if (chance(random, 4)) return broken_bytes(seed, random);
-  uint64_t length = 0;
-  std::memcpy(&length, seed.data() + at, 8);
-  json header = json::parse(seed.substr(at + 8, length));
-  if (chance(random, 2)) {
-    mutate_json(header, random);
-  } else {
-    // Texts within the header: the graph, and JSON of their own.
-    auto text = header.begin();
-    std::advance(text, below(random, header.size()));
-    if (text->is_string()) *text = broken_json(text->get<std::string>(), random);
-  }
-  const std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
-  const uint64_t size = text.size();
-  return seed.substr(0, at) + std::string(reinterpret_cast<const char*>(&size), 8) + text +
-         seed.substr(at + 8 + length);
-}
-
-std::string broken_stage(const std::string& seed, Random& random) { return broken_header(seed, 8, random); }
-std::string broken_safetensors(const std::string& seed, Random& random) { return broken_header(seed, 0, random); }
-
-// Most are a liar's: the checksum of the values is right.
-std::string broken_checkpoint(const std::string& seed, Random& random) {
-  const std::string text = broken_json(seed, random);
-  json document = json::parse(text, nullptr, false);
-  if (!document.is_object() || chance(random, 4)) return text;
-  document.erase("checksum");
-  const std::string dumped = document.dump(-1, ' ', false, json::error_handler_t::replace);
-  document["checksum"] = crc32(dumped.data(), dumped.size());
-  return document.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-// Most broken records have a right checksum.
-std::string broken_history(const std::string& seed, Random& random) {
-  std::string bytes = broken_bytes(seed, random);
-  if (chance(random, 4)) return bytes;
-  for (size_t at = 16; at + sizeof(history_format::Head) <= bytes.size();) {
-    history_format::Head head;
-    std::memcpy(&head, bytes.data() + at, sizeof head);
-    if (head.length > bytes.size() - at - sizeof head) break;
-    head.crc = history_format::checksum(head, std::string_view(bytes).substr(at + sizeof head, head.length));
-    std::memcpy(bytes.data() + at, &head, sizeof head);
-    at += sizeof head + head.length;
-  }
-  return bytes;
-}
-
-// Most are a liar's: the checksums are right, the length often is.
-std::string broken_message(const std::string& seed, Random& random) {
-  std::string bytes = broken_bytes(seed, random);
-  wire::Prologue p;
-  if (bytes.size() < sizeof p || chance(random, 8)) return bytes;
-  std::memcpy(&p, bytes.data(), sizeof p);
-  if (!chance(random, 4)) p.magic = wire::kMagic;
-  if (!chance(random, 4)) p.content = wire::Content::Values;
-  if (!chance(random, 4)) p.total_bytes = static_cast<int64_t>(bytes.size());
-  p.body_sum = crc32(bytes.data() + sizeof p, bytes.size() - sizeof p);
-  wire::seal(p);
-  std::memcpy(bytes.data(), &p, sizeof p);
-  return bytes;
 }
 
 // --- what each reader promises ---
@@ -240,6 +139,18 @@ void read_csv(const std::string& text, const std::string&) {
 void read_plan_text(const std::string& text, const std::string&) {
   const PipelinePlan plan = parse_plan(text);
   require(parse_plan(to_json(plan)) == plan, "the plan does not round-trip");
+}
+
+void read_recipe_text(const std::string& text, const std::string&) {
+  const FormatRecipe recipe = parse_recipe(text);
+  require(parse_recipe(recipe.to_toml()) == recipe, "the recipe does not round-trip");
+}
+
+void read_options_text(const std::string& text, const std::string&) {
+  TrainOptions options, again;
+  read_toml(options, text, "options");
+  read_toml(again, to_toml(options), "options");
+  require(again == options, "the options do not round-trip");
 }
 
 // Every element; of a tensor that shows a few bytes many times (strides of 0) the first and the last.
@@ -397,6 +308,24 @@ std::vector<std::string> plans() {
   return texts;
 }
 
+std::string options_text() {
+  TrainOptions options;
+  options.file = "model.pt2", options.data = "tokens.bin", options.weight_decay = 0.1;
+  options.at = {"layers.2", "layers.4:end"}, options.groups = {"*.bias: weight_decay=0, lr=0.1x"};
+  return to_toml(options);
+}
+
+std::string pretrained_text() {
+  const std::string graph = "graph {\n  %a: f32[3] = placeholder \"a\"\n  %b = aten::neg(%a)\n  output(%b)\n}\n";
+  const json conversion = {{"state", {"experts"}}, {"stored", {"e.0"}}, {"graphs", 0}};
+  return json{{"folder", "in"},
+              {"files", {{"config.json", "{}"}}},
+              {"names", {{"wte", "old.wte"}, {"head", "old.wte"}}},
+              {"conversions", json::array({conversion})},
+              {"graphs", json::array({{{"load", graph}, {"save", graph}}})}}
+      .dump();
+}
+
 std::vector<Reader> all_readers() {
   const auto pipe = small_pipe();
   const std::string events =
@@ -411,6 +340,16 @@ std::vector<Reader> all_readers() {
       {"history", {history_bytes()}, read_history_bytes, broken_history},
       {"schedule", tables(), read_csv, broken_text},
       {"plan", plans(), read_plan_text, broken_json},
+      {"recipe",
+       {FormatRecipe{"mxfp4", "mxfp8e5m2-SR", "", true, 4096, {{"head", "none", "bf16"}, {"*.q", {}, "none"}}}
+            .to_toml()},
+       read_recipe_text,
+       broken_text},
+      {"options", {options_text()}, read_options_text, broken_text},
+      {"pretrained",
+       {pretrained_text()},
+       [](const std::string& text, const std::string&) { Pretrained::parse(text); },
+       broken_json},
       {"rules", {}, [](const std::string& text, const std::string&) { RecordRules::parse(text); }, broken_text},
       {"timeline", {events}, [](const std::string& text, const std::string&) { parse_timeline(text); }, broken_text},
       {"npy",
