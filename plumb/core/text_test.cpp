@@ -1,12 +1,13 @@
 #include "plumb/core/text.h"
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
 #include <string>
 #include <vector>
 
 #include "plumb/core/error.h"
 #include "plumb/core/toml_text.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -58,6 +59,13 @@ TEST(Text, IsWrittenAsATomlStringOfOneLineThatReadsBackTheSame) {
     EXPECT_TRUE(written.starts_with('"') && written.find('\n') == std::string::npos) << written;
     EXPECT_EQ(parse_toml("x = " + written, "options.toml", "")["x"].value<std::string>(), text);
   }
+}
+
+// A sanitizer sees the undefined behavior that it is with toml++ 3.3 as it comes.
+TEST(Toml, ALetterOutsideOfTextsIsAnError) {
+  for (const char* text : {"\u00f6 = 1", "x \u0330= 1", "x = 1 \u3001"})
+    EXPECT_THAT(message_of([&] { parse_toml(text, "options.toml", ""); }),
+                ::testing::HasSubstr("options.toml:1: is no TOML"));
 }
 
 }  // namespace
