@@ -53,6 +53,12 @@ TEST(Graph, SaysWhichNodeHasNoSuchInput) {
   EXPECT_THAT(message_of([&] { numbers->input(1); }), HasSubstr("node %add (aten::add.Tensor) has 1 inputs, not 2"));
 }
 
+TEST(TensorMeta, CountsElementsOfAbsurdSizesWithoutOverflow) {
+  EXPECT_EQ((TensorMeta{.sizes = {2, 3, 4}}).numel(), 24);
+  EXPECT_EQ((TensorMeta{.sizes = {INT64_MAX, INT64_MAX, 0}}).numel(), 0);
+  EXPECT_EQ((TensorMeta{.sizes = {INT64_MAX, 3}}).numel(), INT64_MAX / 16);
+}
+
 TEST(Graph, RepeatsASingleIntForAnIntListOfFixedLength) {
   Graph g;
   Value* x = g.placeholder("x")->result();

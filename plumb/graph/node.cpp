@@ -287,7 +287,15 @@ TensorMeta TensorMeta::of(const at::Tensor& tensor) {
   return meta;
 }
 
-int64_t TensorMeta::numel() const { return c10::multiply_integers(sizes); }
+int64_t TensorMeta::numel() const {
+  constexpr int64_t kMost = INT64_MAX / 16;  // sizes from files may be absurd; bytes must be a number, too
+  int64_t count = 1;
+  for (const int64_t size : sizes) {
+    if (size == 0) return 0;
+    if (__builtin_mul_overflow(count, size, &count) || count > kMost) count = kMost;
+  }
+  return count;
+}
 
 bool TensorMeta::is_contiguous() const { return strides == contiguous_strides(sizes); }
 

@@ -54,8 +54,9 @@ std::string filled_up(const Node* product, const Form& form) {
   const auto& right = product->arg(form.right).value()->meta();
   if (!left || !right || left->sizes.empty() || right->sizes.size() < 2) return "";
   const int64_t in = left->sizes.back(), out = right->sizes[right->sizes.size() - (form.linear ? 2 : 1)];
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < left->sizes.size(); ++i) rows *= left->sizes[i];
+  TensorMeta all_but_last = *left;
+  all_but_last.sizes.pop_back();
+  const int64_t rows = all_but_last.numel();
   std::string text;
   for (const auto& [name, size] : {std::pair("rows", rows), std::pair("in", in), std::pair("out", out)}) {
     if (size % 16 != 0) text += (text.empty() ? "" : ", ") + std::string(name) + " " + std::to_string(size);

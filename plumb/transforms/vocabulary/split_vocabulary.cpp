@@ -38,6 +38,7 @@ Node* attribute(const Arg& arg) {
 std::string find_head(Node* loss, Head& head) {
   head.loss = loss;
   Value* logits = loss->arg("self").value();
+  if (logits == nullptr || !loss->arg("target").is_value()) return "it is the loss of a number";
   if (!loss->arg("weight").is_none()) return "the loss has weights";
   if (number_of(loss->arg("label_smoothing")) != 0.0) return "the loss smooths its labels";
   Node* node = logits->producer();
@@ -53,6 +54,7 @@ std::string find_head(Node* loss, Head& head) {
   if (addmm && (number_of(node->arg("beta")) != 1.0 || number_of(node->arg("alpha")) != 1.0))
     return "its product is scaled";
   head.input = node->arg(linear ? 0 : addmm ? 1 : 0).value();
+  if (head.input == nullptr) return "its product is that of a number";
   Arg weight = node->arg(linear ? 1 : addmm ? 2 : 1);
   if (!linear) {
     Node* turned = weight.is_value() ? weight.value()->producer() : nullptr;

@@ -99,6 +99,8 @@ TEST(SplitVocabulary, LeavesAloneWhatItCannotDivideAndSaysWhy) {
   EXPECT_THAT(reason(head("%flat, %targets)", "%flat, %targets, None, 1, -100, 0.1)")),
               HasSubstr("smooths its labels"));
   EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::relu(%h)")), HasSubstr("not from a linear layer"));
+  EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::linear(3, %w, %b)")), HasSubstr("that of a number"));
+  EXPECT_THAT(reason(head("%flat, %targets)", "3, %targets)")), HasSubstr("the loss of a number"));
   EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::linear(%h, %w, %b)\n%n = aten::zero_(%h)")),
               HasSubstr("memory is written between"));
   EXPECT_THAT(reason(head("aten::linear(%h, %w, %b)", "aten::linear(%h, %w, %b) no_grad")),
