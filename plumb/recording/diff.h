@@ -66,7 +66,7 @@ struct DiffReport {
   std::optional<int64_t> equal_to;  // the last compared step in which nothing differs
   int64_t compared = 0, differing = 0, following = 0, not_comparable = 0;
   std::vector<std::string> only_a, only_b;  // names that the other run does not have
-  std::vector<std::string> other_outputs;   // of modules: keys or places that one lacks, or has another constant in
+  std::vector<std::string> other_outputs;   // keys or places that one module lacks, or has another constant in
   std::vector<DiffTensor> tensors;
   int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
   uint64_t torn_a = 0, torn_b = 0;             // History::torn_bytes

@@ -47,7 +47,7 @@ class Diff:
         self.only_b: list[str] = found["only_b"]
         """Names of tensors that only one of them has."""
         self.other_outputs: list[str] = found["other_outputs"]
-        """Of modules: keys or places of outputs that one of them lacks, or has another constant in."""
+        """Keys or places of outputs that one of two modules lacks, or has another constant in."""
 
     def page(self, path: str) -> None:
         """Writes an HTML page with the graph in colors, which needs no other file."""

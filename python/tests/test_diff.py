@@ -256,14 +256,18 @@ def test_outputs_of_equal_names_are_compared_by_their_places_too(end):
         (lambda a, b: {"p": a, "q": b}, lambda a, b: {"q": b, "p": a}, "Equal."),
         (lambda a, b: {"p": a, "q": b}, lambda a, b: {"p": b, "q": a}, "output p, mul against exp"),
         (lambda a, b: {"p": a, "q": [b]}, lambda a, b: {"p": a, "q": [b, a]}, "one lacks, or has another constant in: q.1."),
-        (lambda a, b: (a, b, 3), lambda a, b: (a, b, 4), "one lacks, or has another constant in: 2."),
+        (lambda a, b: (a, b, None), lambda a, b: (a, b, a), "one lacks, or has another constant in: 2."),
         (lambda a, b: a, lambda a, b: (a,), "Equal."),
     ],
 )
 def test_outputs_are_compared_by_their_keys_and_places(end, other_end, says):
     model, other = Ends(end), Ends(other_end)
     other.load_state_dict(model.state_dict())
-    found = plumb.diff(model, other, torch.randn(3, 4))
+
+    def loss(out):
+        return (out["p"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out).sum()
+
+    found = plumb.diff(model, other, torch.randn(3, 4), loss=loss)
     assert says in found.conclusion and found.equal == (says == "Equal."), found
 
 

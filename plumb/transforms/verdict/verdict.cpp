@@ -73,7 +73,7 @@ double norm_of(const at::Tensor& gradient) {
 }
 
 struct Norms {
-  std::vector<double> each;  // of each parameter's gradient
+  std::vector<double> each;  // one for each parameter
   double all = 0;
 };
 
