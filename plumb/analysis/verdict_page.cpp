@@ -8,9 +8,9 @@ HtmlReport verdict_page(const VerdictReport& report, const std::string& model) {
   page.section("Verdict").prose(report.conclusion()).add(report.table());
   page.prose(c10::str(
       "`backward` is the error of the whole gradient where gradients alone are rounded, `forward` where values "
-      "and weights are, as shares of the full-precision gradient; `by parameter` is the backward's as a share "
-      "of each parameter's own gradient; `drift` is the part of the backward's that moves all rows of a weight alike, "
-      "where no step moves them back. The score is backward (or half of by parameter, if that is more) + drift + "
+      "and weights are, as shares of the full-precision gradient; `by weight` is the backward's as a share "
+      "of each weight's own gradient; `drift` is the part of the backward's that moves all rows of a weight alike, "
+      "where no step moves them back. The score is backward (or half of by weight, if that is more) + drift + "
       "0.3 x forward; up to ",
       GradientError::kMostOk, " is ok, above ", GradientError::kMostDoubtful, " no."));
   for (const RecipeVerdict& recipe : report.recipes) {

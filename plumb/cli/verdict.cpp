@@ -81,7 +81,7 @@ void add_verdict(CLI::App& app) {
   sub->add_option("--html", o->html, "A page of it");
   sub->add_option("-o,--out", o->out, "A file of the recipe it ends with, for plumb train --formats; - prints it");
   sub->add_flag("--json", o->json,
-                "{conclusion, recipes: [{recipe, backward, by_parameter, drift, forward, score, verdict, sentence, "
+                "{conclusion, recipes: [{recipe, backward, by_weight, drift, forward, score, verdict, sentence, "
                 "last, remedied, file, "
                 "products: [{product, direction, gain}]}], file, batches, gradients, full_gradients}");
   sub->footer("Example:\n  plumb verdict gpt.pt2 --data text.bin --recipes fp8,mxfp4 -o recipe.toml");

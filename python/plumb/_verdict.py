@@ -34,8 +34,8 @@ class Verdict:
         """The recommended recipe as a file's text, for ``simulate_format(recipe=...)``, ``use_fp8(recipe=...)`` and
         ``plumb train --formats``."""
         self.recipes: dict[str, dict[str, Any]] = {one["recipe"]: one for one in found["recipes"]}
-        """By name: ``backward``, ``forward`` (errors of the gradient; None if it is not finite), ``by_parameter``
-        (the backward's as a share of each parameter's own gradient), ``drift`` (the part of the backward's that moves all
+        """By name: ``backward``, ``forward`` (errors of the gradient; None if it is not finite), ``by_weight``
+        (the backward's as a share of each weight's own gradient), ``drift`` (the part of the backward's that moves all
         rows of a weight alike, where no step moves them back), ``score``, ``verdict`` (``"ok"``,
         ``"doubtful"``, ``"no"``), ``sentence``, ``products`` (``product``, ``direction``, ``gain``, the largest gain first),
         ``last`` and ``remedied`` (the errors of the last batch without and with the remedy) and ``file`` (the remedy as a

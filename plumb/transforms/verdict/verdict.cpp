@@ -151,14 +151,15 @@ class MeasuredBatch {
     for (const size_t i : full.zero_sums) drift = std::hypot(drift, common_norm(rounded[i]) / full.norms.all);
     for (size_t i = 0; i < rounded.size(); ++i) {
       const double own = full.norms.each[i], lost = error.each[i];
-      if (own == 0 && lost == 0) continue;
+      // A bias in front of a norm has no gradient but noise, all of which may be lost.
+      if ((own == 0 && lost == 0) || rounded[i].dim() < 2) continue;
       const auto count = static_cast<double>(rounded[i].numel());
       elements += count;
       squares += count * (lost < own ? std::pow(lost / own, 2) : 1);
     }
     return {.backward = share,
             .drift = std::isfinite(drift) ? drift : 0,
-            .by_parameter = elements > 0 ? std::sqrt(squares / elements) : 0};
+            .by_weight = elements > 0 ? std::sqrt(squares / elements) : 0};
   }
   // Throws Error(InvalidState) for a recipe that rounds nothing of this model.
   GradientError error(const FormatRecipe& recipe) {
@@ -365,7 +366,7 @@ void Verdict::measure(const Parts& parts) {
       const GradientError error = batch.error(verdict.recipe);
       verdict.error.backward += error.backward;
       verdict.error.drift += error.drift;
-      verdict.error.by_parameter += error.by_parameter;
+      verdict.error.by_weight += error.by_weight;
       verdict.error.forward += error.forward;
     } catch (const Error& e) {  // an error of this recipe: the model itself has run
       verdict.problem = e.message();
@@ -383,7 +384,7 @@ VerdictReport Verdict::conclude(const Parts& parts) {
   for (RecipeVerdict& verdict : out.recipes) {
     verdict.error.backward /= batches;
     verdict.error.drift /= batches;
-    verdict.error.by_parameter /= batches;
+    verdict.error.by_weight /= batches;
     verdict.error.forward /= batches;
     verdict.last = verdict.remedied = verdict.error;
     if (!options_.explain || !verdict.problem.empty() || verdict.error.verdict() == VerdictClass::Ok) continue;

@@ -37,14 +37,15 @@ struct GradientError {
   // The part of the backward's error that moves all rows of a weight alike, in weights whose full-precision gradients
   // sum to zero over the rows, as those in front of a cross entropy do. No step moves them back.
   double drift = 0;
-  // The backward's error as a share of each parameter's own gradient, at most 1: the root of its mean square over all
-  // elements. Adam divides by a parameter's own gradient: what a layer with a small one loses is no small loss.
-  double by_parameter = 0;
+  // The backward's error as a share of each weight's own gradient, at most 1: the root of its mean square over the
+  // elements of all weights of two dimensions or more. Adam divides by a parameter's own gradient: what a layer with a
+  // small one loses is no small loss.
+  double by_weight = 0;
 
   double score() const { return share(true) + share(false); }
   // Returns what a direction adds to the score.
   double share(bool of_backward) const {
-    return of_backward ? std::max(backward, 0.5 * by_parameter) + drift : 0.3 * forward;
+    return of_backward ? std::max(backward, 0.5 * by_weight) + drift : 0.3 * forward;
   }
   // Takes a direction's errors from another one.
   void take(const GradientError& other, bool of_backward);

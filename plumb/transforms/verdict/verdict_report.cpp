@@ -34,7 +34,7 @@ void GradientError::take(const GradientError& other, bool of_backward) {
   if (of_backward) {
     backward = other.backward;
     drift = other.drift;
-    by_parameter = other.by_parameter;
+    by_weight = other.by_weight;
   } else {
     forward = other.forward;
   }
@@ -45,8 +45,8 @@ std::string RecipeVerdict::sentence() const {
   const auto is = to_string(error.verdict());
   std::string more;
   if (error.drift >= 0.01) more = " (" + score_text(error.drift) + " more of drift)";
-  if (0.5 * error.by_parameter > error.backward)
-    more += " (" + score_text(error.by_parameter) + " of the parameters' own gradients)";
+  if (0.5 * error.by_weight > error.backward)
+    more += " (" + score_text(error.by_weight) + " of the weights' own gradients)";
   const std::string as_it_is = c10::str(name, ": ", is, ", the error of the gradient is ", score_text(error.backward),
                                         " backward", more, " and ", score_text(error.forward), " forward");
   if (error.verdict() == VerdictClass::Ok) return as_it_is + ".";
@@ -104,7 +104,7 @@ std::string VerdictReport::recipe_file() const {
 
 Table VerdictReport::table() const {
   Table table{
-      {"recipe", "backward", "by parameter", "drift", "forward", "score", "verdict", "with its remedy", "verdict then"},
+      {"recipe", "backward", "by weight", "drift", "forward", "score", "verdict", "with its remedy", "verdict then"},
       {}};
   for (const RecipeVerdict& v : recipes) {
     if (!v.problem.empty()) {
@@ -113,7 +113,7 @@ Table VerdictReport::table() const {
     }
     std::vector<std::string> row{v.name,
                                  score_text(v.error.backward),
-                                 score_text(v.error.by_parameter),
+                                 score_text(v.error.by_weight),
                                  score_text(v.error.drift),
                                  score_text(v.error.forward),
                                  score_text(v.error.score()),
@@ -146,7 +146,7 @@ std::string VerdictReport::to_text() const {
 nlohmann::json VerdictReport::to_json() const {
   auto of_recipes = nlohmann::json::array();
   const auto errors = [](const GradientError& e) {
-    return nlohmann::json{{"backward", e.backward}, {"by_parameter", e.by_parameter},
+    return nlohmann::json{{"backward", e.backward}, {"by_weight", e.by_weight},
                           {"drift", e.drift},       {"forward", e.forward},
                           {"score", e.score()},     {"verdict", std::string(to_string(e.verdict()))}};
   };

@@ -156,7 +156,7 @@ TEST(Verdict, ALayerWhoseSmallGradientsAreLostIsSeen) {
   const RecipeVerdict& fp8 = report.recipes[0];
   EXPECT_LT(fp8.error.backward, GradientError::kMostOk);
   EXPECT_EQ(fp8.error.verdict(), VerdictClass::Doubtful) << fp8.sentence();
-  EXPECT_THAT(fp8.sentence(), HasSubstr(" of the parameters' own gradients)"));
+  EXPECT_THAT(fp8.sentence(), HasSubstr(" of the weights' own gradients)"));
   EXPECT_TRUE(fp8.lacks_range());
   EXPECT_EQ(fp8.remedied.verdict(), VerdictClass::Ok) << fp8.sentence();
   EXPECT_EQ(report.recipes[1].error.verdict(), VerdictClass::Ok) << "its scales follow the gradient down";
@@ -170,7 +170,7 @@ TEST(Verdict, ALayerWhoseSmallGradientsAreLostIsSeen) {
   for (size_t i = 0; i < sizes.size(); ++i)
     squares +=
         static_cast<double>(sizes[i]) * std::pow(((found[i] - full[i]).norm() / full[i].norm()).item<double>(), 2);
-  EXPECT_NEAR(fp8.error.by_parameter, std::sqrt(squares / (2 * 16 * 16 + 4 * 16)), 1e-6);
+  EXPECT_NEAR(fp8.error.by_weight, std::sqrt(squares / (2 * 16 * 16 + 4 * 16)), 1e-6);
 }
 
 TEST(Verdict, SaysOfARemedyOnlyWhatTheRecipeDoesNotHave) {
