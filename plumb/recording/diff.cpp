@@ -15,10 +15,11 @@
 namespace plumb {
 namespace {
 
+bool is_computed(const HistoryTensor& tensor) { return tensor.operation.find("::") != std::string::npos; }
+
 // Values are known by their names, whatever operator makes them: a transformed model has another.
 std::string key_of(const HistoryTensor& tensor) {
-  const bool apart = tensor.operation.find("::") == std::string::npos;
-  return tensor.name + "\n" + (apart ? tensor.operation : "");
+  return tensor.name + "\n" + (is_computed(tensor) ? "" : tensor.operation);
 }
 
 // The hashes of a tensor, or of its gradient, in a step: by microbatch, each with the tensor of the rank that has it.
@@ -45,8 +46,9 @@ std::map<std::string, std::set<int64_t>> stages_of(const std::vector<HistoryTens
 // equal names: these are apart where both runs have them in the same stages.
 class Lines {
  public:
-  Lines(DiffReport& report, const History& a, const History& b) : report_(report) {
-    const auto in_a = stages_of(a.tensors), in_b = stages_of(b.tensors);
+  Lines(DiffReport& report, const std::vector<HistoryTensor>& a, const std::vector<HistoryTensor>& b)
+      : report_(report) {
+    const auto in_a = stages_of(a), in_b = stages_of(b);
     for (const auto& [key, stages] : in_a) {
       const auto other = in_b.find(key);
       if (stages.size() > 1 && other != in_b.end() && stages == other->second) apart_.insert(key);
@@ -212,13 +214,14 @@ class StepDiff {
 };
 
 // Returns a tensor's row; that of the stage and rank, if one has it.
-const HistoryRow* find_row(const History& history, const Difference& place, const std::string& key) {
+const HistoryRow* find_row(const History& history, const std::vector<HistoryTensor>& tensors, const Difference& place,
+                           const std::string& key) {
   const bool backward = place.kind == DiffKind::Gradient;
   const HistoryRow* found = nullptr;
   for (const HistoryStep& each : history.steps) {
     if (each.step != *place.step) continue;
     for (const HistoryRow& row : each.rows) {
-      const HistoryTensor& tensor = history.tensors[row.tensor];
+      const HistoryTensor& tensor = tensors[row.tensor];
       if (row.backward != backward || key_of(tensor) != key) continue;
       if (tensor.stage == place.stage && tensor.rank == place.rank) return &row;
       if (found == nullptr) found = &row;
@@ -228,10 +231,11 @@ const HistoryRow* find_row(const History& history, const Difference& place, cons
 }
 
 // "std 0.5 against 0.25", of the first different tensor, where metrics stand beside its hashes.
-std::string statistics_of(const History& a, const History& b, const DiffReport& report) {
+std::string statistics_of(const History& a, const History& b, const std::vector<HistoryTensor>& tensors_b,
+                          const DiffReport& report) {
   const Difference& first = *report.first;
   const std::string key = key_of(report.tensors[first.tensor].tensor);
-  const HistoryRow* rows[] = {find_row(a, first, key), find_row(b, first, key)};
+  const HistoryRow* rows[] = {find_row(a, a.tensors, first, key), find_row(b, tensors_b, first, key)};
   std::string text;
   if (rows[0] == nullptr || rows[1] == nullptr) return text;
   for (const char* name : {"mean_abs", "std", "abs_max", "nan_count"}) {
@@ -262,7 +266,7 @@ std::vector<std::vector<size_t>> values_sent(const std::vector<DiffTensor>& tens
   std::map<int64_t, std::vector<size_t>> ends;  // computed values without users, by stage
   for (size_t t = 0; t < tensors.size(); ++t) {
     const HistoryTensor& tensor = tensors[t].tensor;
-    const bool computed = tensor.operation.find("::") != std::string::npos;
+    const bool computed = is_computed(tensor);
     if (computed && !used[t]) ends[tensor.stage].push_back(t);
     if (!computed && tensor.operation != "input") continue;
     const auto [at, is_new] = made.try_emplace(tensor.name, t);
@@ -363,10 +367,26 @@ void conclude(DiffReport& report, std::vector<Compared> compared) {
   }
 }
 
+std::vector<std::string> names_among(const std::vector<HistoryTensor>& tensors,
+                                     const std::vector<HistoryTensor>& first) {
+  std::vector<std::string> names;
+  for (const HistoryTensor& tensor : tensors) names.push_back(tensor.name);
+  const auto place = [](const HistoryTensor& tensor) { return std::tie(tensor.operation, tensor.module); };
+  auto results = tensors | std::views::filter(is_computed), others = first | std::views::filter(is_computed);
+  if (!std::ranges::equal(results, others, {}, place, place)) return names;
+  auto other = others.begin();
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (is_computed(tensors[i])) names[i] = (other++)->name;
+  return names;
+}
+
 DiffReport diff(const History& a, const History& b, const DiffNames& names) {
   DiffReport report{names.a, names.b};
-  Lines lines(report, a, b);
-  const auto in_a = lines.add(a.tensors), in_b = lines.add(b.tensors);
+  std::vector<HistoryTensor> tensors_b = b.tensors;
+  const std::vector<std::string> names_b = names_among(b.tensors, a.tensors);
+  for (size_t i = 0; i < names_b.size(); ++i) tensors_b[i].name = names_b[i];
+  Lines lines(report, a.tensors, tensors_b);
+  const auto in_a = lines.add(a.tensors), in_b = lines.add(tensors_b);
   std::map<int64_t, const HistoryHashes*> steps_of_b;
   for (const HistoryHashes& step : b.hashes) steps_of_b.emplace(step.step, &step);
   int64_t steps = 0;
@@ -402,7 +422,7 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
   }
   report.steps_only_a = static_cast<int64_t>(a.hashes.size()) - steps;
   report.steps_only_b = static_cast<int64_t>(b.hashes.size()) - steps;
-  if (report.first) report.first->statistics = statistics_of(a, b, report);
+  if (report.first) report.first->statistics = statistics_of(a, b, tensors_b, report);
   return report;
 }
 

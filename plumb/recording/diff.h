@@ -105,7 +105,13 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
 std::string conclude_replays(const History& a, const History& b, const History& a_again, const History& b_again,
                              const DiffNames& names = {});
 
-// The finding about one tensor in one microbatch; for module_diff.cpp.
+// The rest is for module_diff.cpp.
+// Returns the names by which a run's tensors are compared with those of `first`: their own, or, if both have the
+// results of the same operators in the same modules and order, those of `first`. torch.export calls results otherwise
+// than a capture does (sum_1, where that has sum).
+std::vector<std::string> names_among(const std::vector<HistoryTensor>& tensors,
+                                     const std::vector<HistoryTensor>& first);
+// The finding about one tensor in one microbatch.
 struct Compared {
   Difference place;
   bool differs = false;

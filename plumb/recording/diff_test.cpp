@@ -81,6 +81,27 @@ TEST_F(Diffs, EqualStepsAreEqual) {
   EXPECT_THAT(report.conclusion(), HasSubstr("Equal to step 1."));
 }
 
+TEST_F(Diffs, ResultsOfTheSameOperatorsInTheSameModulesAreComparedWhateverTheirNames) {
+  const at::Tensor x = randn_there({16, 8});
+  const History history = step_of(*two_layers(), x, {16}, file("a"), true);
+  History other = step_of(*two_layers(1e-3), x, {16}, file("b"), true);
+  for (HistoryTensor& tensor : other.tensors)
+    if (tensor.operation.starts_with("aten::")) tensor.name += "_1";
+  const DiffReport report = diff(history, other);
+  EXPECT_EQ(report.tensors[report.first->tensor].tensor.name, "down.weight");
+  EXPECT_EQ(report.compared, 12);
+  EXPECT_THAT(report.only_b, ElementsAre());
+
+  History keys;  // in another order
+  keys.tensors = {{.name = "q.linear", .module = "q", .operation = "aten::linear"},
+                  {.name = "k.linear", .module = "k", .operation = "aten::linear"}};
+  keys.hashes = {{1, {{0, false, 0, 4, 4, 11}, {1, false, 0, 4, 4, 12}}}};
+  History turned = keys;
+  std::swap(turned.tensors[0], turned.tensors[1]);
+  std::swap(turned.hashes[0].hashes[0].hash, turned.hashes[0].hashes[1].hash);
+  EXPECT_TRUE(diff(keys, turned).equal()) << diff(keys, turned).conclusion();
+}
+
 TEST_F(Diffs, ABufferThatForwardsWriteIsComparedTurnByTurnWhicheverRankHasIt) {
   History whole;
   whole.tensors = {{.name = "norm.mean", .operation = "buffer"}};

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/module_state_guard.h"
@@ -66,12 +67,10 @@ std::map<std::string, Output> outputs_of(const GraphModule& module, const ScaleT
   return outputs;
 }
 
-// Returns those that operators compute.
-std::vector<const TrackedTensor*> results_of(const std::vector<TrackedTensor>& tensors) {
-  std::vector<const TrackedTensor*> results;
-  for (const TrackedTensor& each : tensors)
-    if (each.tensor.operation.find("::") != std::string::npos) results.push_back(&each);
-  return results;
+std::vector<HistoryTensor> without_slots(const std::vector<TrackedTensor>& tracked) {
+  std::vector<HistoryTensor> tensors;
+  for (const TrackedTensor& each : tracked) tensors.push_back(each.tensor);
+  return tensors;
 }
 
 std::optional<at::Device> device_of(const GraphModule& module) {
@@ -153,22 +152,16 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
     throw Error(ErrorKind::InvalidArgument, c10::str("tolerance is ", tolerance), "", "a relative difference, 0.001");
   }
   DiffReport report{names.a, names.b};
-  const bool same_operators = operators_of(*a) == operators_of(*b);
-  if (!same_operators || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
+  if (operators_of(*a) != operators_of(*b) || device_of(*a) != device_of(*b)) report.basis = DiffBasis::Distance;
   std::vector<TrackedTensor> all = tracked_tensors(*a, *of_a_), all_b = tracked_tensors(*b, *of_b_);
-  std::map<int64_t, std::string> names_of_b, keys_of_b;  // by slot
-  for (const TrackedTensor& each : all_b) {
-    names_of_b.emplace(each.slot, each.tensor.name);
-    keys_of_b.emplace(each.slot, name_key(each.tensor));
-  }
-  // Results of one program are compared in its order: a file of torch.export has other names (sum_1, where ours is
-  // sum).
-  const auto results_a = results_of(all), results_b = results_of(all_b);
-  const auto operation = [](const TrackedTensor* each) { return each->tensor.operation; };
-  if (same_operators && std::ranges::equal(results_a, results_b, {}, operation, operation))
-    for (size_t i = 0; i < results_a.size(); ++i) keys_of_b[results_b[i]->slot] = name_key(results_a[i]->tensor);
+  const std::vector<std::string> compared_as = names_among(without_slots(all_b), without_slots(all));
+  std::map<int64_t, std::string> names_of_b;  // by slot
   std::map<std::string, TrackedTensor> others;
-  for (TrackedTensor& each : all_b) others.emplace(keys_of_b.at(each.slot), std::move(each));
+  for (size_t i = 0; i < all_b.size(); ++i) {
+    TrackedTensor& each = all_b[i];
+    names_of_b.emplace(each.slot, std::exchange(each.tensor.name, compared_as[i]));
+    others.emplace(name_key(each.tensor), std::move(each));
+  }
   // Outputs whose names the other module does not have are compared by their places.
   const auto outputs_a = outputs_of(*a, *of_a_), outputs_b = outputs_of(*b, *of_b_);
   std::set<std::string> names_of_a;
@@ -232,7 +225,7 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
   }
   for (const auto& [name, y] : outputs_b)
     if (!outputs_a.contains(name)) report.other_outputs.push_back(name);
-  for (const auto& [key, each] : others) report.only_b.push_back(each.tensor.name);
+  for (const auto& [key, each] : others) report.only_b.push_back(names_of_b.at(each.slot));
   conclude(report, std::move(compared));
   return report;
 }
