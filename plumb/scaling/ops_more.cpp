@@ -144,7 +144,9 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptionalT
   const auto s = choose_scales(op.c_str(), scales, constraint, 2, rule);
   auto x = call_operator<"rescale">(input, 1.0, s[1]);
   auto w = call_operator<"rescale">(weight, 1.0, s[2]);
-  const auto b = gradient_scaled(bias, s[2]);
+  // A bias's gradient sums over the output's positions, of which a stride makes more than the input has.
+  const int64_t positions = std::max<int64_t>(taps.examples * taps.inputs, 1);
+  const auto b = gradient_scaled(bias, scales ? s[2] : 1 / std::pow(static_cast<double>(positions), scale_power[2]));
   Tensor out;
   if constexpr (N == 1) out = at::conv_transpose1d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (N == 2) out = at::conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation);

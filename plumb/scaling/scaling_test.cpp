@@ -213,7 +213,8 @@ TEST_F(Scaling, OperatorsBeyondThePapersKeepUnitScale) {
   spread.stride = {2};
   spread.padding = {1};
   spread.constraint = std::nullopt;
-  check("conv_transpose2d", U::conv_transpose2d(x, w, std::nullopt, spread), {x, w});
+  auto b = input({16});
+  check("conv_transpose2d", U::conv_transpose2d(x, w, b, spread), {x, w, b});
   auto z = input({16, 512, 4, 4}), scale = torch::ones(512, torch::kDouble).requires_grad_(),
        shift = torch::zeros(512, torch::kDouble).requires_grad_();
   check("group_norm", U::group_norm(z, 8, scale, shift), {z, scale, shift});
