@@ -174,7 +174,7 @@ def _draw_ranges(
     """Lines and names of what lies between the ends of the axis: a name beyond them would stand outside of the picture."""
     at: dict[float, list[str]] = {}
     for format in formats:
-        f = format if isinstance(format, FPFormat) else FPFormat.named(format)
+        f = format if isinstance(format, FPFormat) else FPFormat.parse(format)
         name = str(f).partition("-")[0]
         if f.block_size:
             raise ValueError(f"{name} has another range in every block: give formats without shared scales")

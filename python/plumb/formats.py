@@ -62,16 +62,21 @@ class FPFormat:
         self._facts = facts
 
     @classmethod
+    @checked
     def named(
         cls, name: str, rounding: str = "stochastic", srbits: int = 0, saturate: Optional[bool] = None
     ) -> FPFormat:
         """Returns a standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or
-        ``E4M3`` of the plain family."""
+        ``E4M3`` of the plain family. Raises :class:`plumb.Error` for a text that says a rounding, too: :meth:`parse` reads
+        it."""
         facts = _C.parse_format(name)
+        if "-" in name:
+            raise Error(f"{name!r} is a format with its rounding, not a name", remedy=f"FPFormat.parse({name!r})")
         plain = facts["name"].startswith("E")
         return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"], saturate)
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> FPFormat:
         """Reads ``NAME[-RN|-SR|-SRn|-RZ][-sat|-inf]``, to nearest when nothing is said: ``"e4m3fn"``, ``"E5M2-SR8"``,
         ``"e5m2-RN-inf"``."""
@@ -112,6 +117,7 @@ class FPFormat:
     def __str__(self) -> str:
         return self.spec
 
+    @checked
     def quantise(self, x: Tensor, seed: Optional[int] = None, dim: int = -1) -> Tensor:
         """`x` rounded to the format's values, in a tensor of its own dtype, outside of autograd.
 

@@ -51,6 +51,17 @@ def test_wrong_formats_are_refused(wrong):
         FPFormat(*wrong)
 
 
+def test_a_name_with_a_rounding_is_refused_where_the_rounding_would_be_another():
+    for text in ("e4m3fn-RN", "E4M3-RZ", "e5m2-inf"):
+        with pytest.raises(plumb.Error, match=f"'{text}' is a format with its rounding.*\n.*FPFormat.parse"):
+            FPFormat.named(text)
+    for read in (FPFormat.named, FPFormat.parse):
+        with pytest.raises(plumb.Error, match="is 3, not a text"):
+            read(3)
+    with pytest.raises(plumb.Error, match="seed is 1.5, not a whole number"):
+        FPFormat(4, 3).quantise(torch.ones(2), seed=1.5)
+
+
 def test_names_have_torchs_spelling_too():
     from plumb import analysis
 
@@ -257,7 +268,7 @@ def test_a_picture_of_a_graph(backward):
 
     from plumb.analysis import plot
 
-    axes = plot(tracked_graph(backward), "a title", "standard deviation", xmin=2**-10, xmax=2**10, formats=("e4m3fn",))
+    axes = plot(tracked_graph(backward), "a title", "standard deviation", xmin=2**-10, xmax=2**10, formats=("e4m3fn-RN",))
     assert axes.get_title() == "a title" and axes.get_xscale() == "log" and axes.get_xlim() == (2**-10, 2**10)
     labels = [t.get_text() for t in axes.get_yticklabels()]
     assert "0.weight" in labels and "relu" in labels
