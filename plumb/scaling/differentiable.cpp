@@ -283,8 +283,11 @@ bool recording(const at::Tensor& tensor) {
 
 void refuse_second_gradient(const char* op, const at::Tensor& grad, const char* instead) {
   if (!recording(grad)) return;
-  throw Error(ErrorKind::Unsupported, std::string(op) + " has no gradient of a gradient", "",
-              std::string(instead) + " where gradients of gradients are needed");
+  throw Error(
+      ErrorKind::Unsupported, std::string(op) + " has no gradient of a gradient", "",
+      std::string(instead) +
+          " where gradients of gradients are needed; torch.autograd.grad in the place of torch.func (grad, vjp, "
+          "jacrev), which asks for them always");
 }
 
 at::Tensor scaled(at::Tensor fresh, double s) {

@@ -80,8 +80,10 @@ std::vector<std::string> fp8_recipes() {
 
 ScaledCodes cast_scaled(const Tensor& matrix, const FPFormat& format, Fp8Recipe recipe, int64_t dim, bool weight) {
   if (matrix.dim() != 2 || !at::isFloatingType(matrix.scalar_type()) || matrix.scalar_type() == at::kDouble)
-    bad_shape("fp8_cast", "a matrix of float32, bfloat16 or float16 is cast, not " + shape_text(matrix) + " of " +
-                              c10::toString(matrix.scalar_type()) + ".");
+    throw Error(ErrorKind::TensorMismatch,
+                "fp8_cast: a matrix of float32, bfloat16 or float16 is cast, not " + shape_text(matrix) + " of " +
+                    c10::toString(matrix.scalar_type()),
+                "", "convert the model and its inputs to one of these types, or use_fp8 without scale factors");
   if (recipe == Fp8Recipe::Delayed)
     throw Error(ErrorKind::InvalidArgument, "delayed scaling has no cast without a state", "",
                 "fp8_delayed_linear, or another recipe");

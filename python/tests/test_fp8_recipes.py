@@ -143,6 +143,10 @@ def test_other_products_are_left_alone_and_unknown_recipes_refused():
     with pytest.raises(plumb.Error, match="no recipe for FP8") as e:
         use_fp8(nn.Linear(4, 4), recipe="delayedd")
     assert "tensorwise" in e.value.remedy
+    wide = use_fp8(nn.Linear(4, 4).double(), recipe="rowwise")
+    with pytest.raises(plumb.Error, match="node .*not .4, 4. of Double\n.*\n  try: convert the model"):
+        wide(torch.randn(2, 4).double())
+    wide.float()(torch.randn(2, 4))
 
 
 class Delayed:

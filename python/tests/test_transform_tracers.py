@@ -208,6 +208,11 @@ def test_derivatives_of_torch_func_work_or_are_refused_with_the_remedy():
         rounded(x)
         with pytest.raises(plumb.Error, match=r"node .*(simulate_format|fp8_delayed_linear) has no derivative by torch.func.*\n  at: l \(.*\n.*torch.autograd"):
             torch.func.grad(lambda p, m=rounded: torch.func.functional_call(m, p, (x,)).sum())(dict(rounded.named_parameters()))
+    for recipe in (None, "rowwise"):
+        rounded = use_fp8(Scaled(), recipe=recipe)
+        rounded(x)
+        with pytest.raises(RuntimeError, match=r"fp8_\w*linear has no gradient of a gradient\n.*torch.autograd.grad in the place of torch.func"):
+            torch.func.grad(lambda p, m=rounded: torch.func.functional_call(m, p, (x,)).sum())(dict(rounded.named_parameters()))
 
 
 def test_a_first_call_inside_of_torch_func_is_refused_and_the_remedy_holds():
