@@ -271,6 +271,11 @@ def test_a_list_of_products_is_a_list_and_what_it_names_is_there(transform):
             transform(net, **{option: text})
     with pytest.raises(TypeError, match="operators is .*, not a list of texts"):
         transform(net, operators=[torch.ops.aten.linear])
+    with pytest.raises(plumb.Error, match="'aten::lin' is no matrix product\n  try: .*aten::linear"):
+        transform(net, operators=["aten::lin"])(x)
+    by_bare_name = transform(net, operators=["linear"])
+    by_bare_name(x)
+    assert not [e for e in report(by_bare_name)[0]["entries"] if e["kind"] == "left_alone"]
     low = transform(net, exclude=["2", "3", "body.*"])
     low(x)
     reasons = {e["node"]: e["reason"] for e in report(low)[0]["entries"] if e["kind"] == "left_alone"}

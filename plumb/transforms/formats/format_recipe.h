@@ -31,13 +31,14 @@ struct ProductFormats {
 
 struct FormatRecipe {
   std::string fwd = "none", bwd = "none";
-  std::string scales = {};                    // scale factors for tensors, one of fp8_recipes(); "": none
-  bool unit_scaled = false;                   // for a graph that unit_scale() has rewritten
-  double loss_scale = 1;                      // a power of two; products of unit and of tensor scales need none
+  std::string scales = {};   // scale factors for tensors, one of fp8_recipes(); "": none
+  bool unit_scaled = false;  // for a graph that unit_scale() has rewritten
+  // A power of two from 2^-126 to 2^126; products of unit and of tensor scales need none.
+  double loss_scale = 1;
   std::vector<ProductFormats> products = {};  // for each direction the first entry that fits and states it counts
 
   // Throws Error(InvalidArgument) for a format or scales that do not exist and for a loss scale that is no power of
-  // two.
+  // two or beyond float32's range.
   void check() const;
   // Returns the file's text.
   std::string to_toml() const;

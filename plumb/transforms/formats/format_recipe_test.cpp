@@ -68,6 +68,10 @@ TEST(FormatRecipe, ErrorsNameFileLineAndWhatIsKnown) {
   EXPECT_THAT(says("[[product]]\nbwd = \"none\""), HasSubstr("a product has no name"));
   EXPECT_THAT(says("[[product]]\nname = \"a\"\nformat = \"none\""), HasSubstr("r.toml:3: 'format' is no key"));
   EXPECT_THAT(says("loss-scale = 1000"), HasSubstr("r.toml: the loss scale 1000 is no power of two"));
+  EXPECT_THAT(says("loss-scale = 1.6069380442589903e60"),
+              HasSubstr("loss scale 1.60694e+60 is beyond float32's range"));
+  EXPECT_THAT(says("loss-scale = 6.223015277861142e-61"), HasSubstr("beyond float32's range"));
+  EXPECT_EQ(parse_recipe("loss-scale = 8.507059173023462e37").loss_scale, 0x1p126);
   EXPECT_THAT(says("scales = \"sometimes\""), HasSubstr("'sometimes' is no recipe for FP8"));
   EXPECT_THAT(message_of([] { read_recipe("fp9"); }), HasSubstr("'fp9' is no recipe of number formats"));
   EXPECT_THAT(message_of([] { read_recipe("gone.toml"); }), HasSubstr("gone.toml"));
@@ -158,6 +162,17 @@ TEST(FormatRecipe, ScaleFactorsRoundOneDirectionAlone) {
   const auto [kept, kept_gradients] =
       outputs({.bwd = "e5m2-RN", .scales = "tensorwise", .products = {{"*", {}, "none"}}});
   EXPECT_TRUE(kept_gradients[0].equal(full[0]));
+}
+
+TEST(FormatRecipe, TheReportNamesProductsThatItLeavesAlone) {
+  const FormatRecipe recipe{.fwd = "e4m3fn", .bwd = "e5m2", .products = {{"b", "none", "none"}}};
+  for (const bool lowered : {false, true}) {
+    Report report;
+    const auto net = two_layers();
+    lowered ? use_fp8(*net, recipe, {}, &report) : apply_recipe(*net, recipe, &report);
+    EXPECT_THAT(report.to_text(), HasSubstr("its formats are none")) << lowered;
+    EXPECT_EQ(report.count(ReportKind::LeftAlone), 1u);
+  }
 }
 
 TEST(FormatRecipe, PassesTakeAFileOrAName) {

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/passes/functionalise.h"
@@ -58,12 +59,7 @@ class Simulator {
       : module_(module), graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
     use_formats(options.fwd, options.bwd);  // which checks them
     for (const ProductFormats& p : options.products) use_formats(p.fwd.value_or("none"), p.bwd.value_or("none"));
-    for (const auto& name : options.operators) {
-      const auto known = matrix_product_operators();
-      if (std::none_of(known.begin(), known.end(), [&](const std::string& k) { return k == name || bare(k) == name; }))
-        throw Error(ErrorKind::UnknownName, "simulate_format: '" + name + "' is no matrix product", "",
-                    "leave the list of operators empty for all, or see matrix_product_operators()");
-    }
+    check_operators(options.operators);
   }
 
   bool run() {
@@ -87,6 +83,7 @@ class Simulator {
         continue;
       }
       use_formats_of(node);
+      if (leaves_alone(node)) continue;
       changed |= quantise(node, contraction);
     }
     return changed;
@@ -106,12 +103,19 @@ class Simulator {
     in_use_ = std::move(asked);
   }
 
+  // Returns whether the formats in use round nothing, which the report says then.
+  bool leaves_alone(const Node* node) {
+    if (fwd_ != "none" || bwd_ != "none") return false;
+    report_.add(ReportKind::LeftAlone, node, node->target(), "", kNoFormats);
+    return true;
+  }
+
   bool take_recurrent_apart() {
     bool changed = false;
     for (Node* node : graph_.nodes()) {
       if (!is_recurrent(node)) continue;
       use_formats_of(node);
-      if (fwd_ == "none" && bwd_ == "none") continue;
+      if (leaves_alone(node)) continue;
       auto why = obstacle(node);
       if (!why) why = steps_obstacle(node, module_.state());
       if (why) {
@@ -128,11 +132,7 @@ class Simulator {
   }
 
   std::optional<std::string> obstacle(const Node* node) const {
-    if (!options_.operators.empty() && !taken_apart_.contains(node)) {
-      bool wanted = false;
-      for (std::string_view name : options_.operators) wanted = wanted || bare(name) == bare(node->op_name());
-      if (!wanted) return "not among the operators asked for";
-    }
+    if (!taken_apart_.contains(node) && !is_asked_for(node, options_.operators)) return kNotAskedFor;
     if (node->target().ends_with(".out")) return "it writes into a given tensor";
     if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
     if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
@@ -276,6 +276,20 @@ std::vector<std::string> split_names(const std::string& text) {
   std::vector<std::string> parts = split_commas(text);
   std::erase(parts, "");
   return parts;
+}
+
+void check_operators(const std::vector<std::string>& operators) {
+  const std::vector<std::string> known = matrix_product_operators();
+  for (const std::string& name : operators) {
+    if (std::ranges::any_of(known, [&](const std::string& k) { return k == name || bare(k) == name; })) continue;
+    throw Error(ErrorKind::UnknownName, "'" + name + "' is no matrix product", "",
+                "leave the list of operators empty for all, or take of: " + join(known));
+  }
+}
+
+bool is_asked_for(const Node* product, const std::vector<std::string>& operators) {
+  return operators.empty() ||
+         std::ranges::any_of(operators, [&](std::string_view name) { return bare(name) == bare(product->op_name()); });
 }
 
 std::vector<std::string> matrix_product_operators() {

@@ -54,5 +54,11 @@ std::vector<std::string> split_names(const std::string& text);
 
 // Returns names of the operators that are matrix products, as `operators` takes them.
 std::vector<std::string> matrix_product_operators();
+// Throws Error(UnknownName) for a name that `operators` may not have.
+void check_operators(const std::vector<std::string>& operators);
+// Returns whether the list has the product's operator, in either spelling, or is empty.
+bool is_asked_for(const Node* product, const std::vector<std::string>& operators);
+inline constexpr const char* kNotAskedFor = "not among the operators asked for";
+inline constexpr const char* kNoFormats = "its formats are none";
 
 }  // namespace plumb

@@ -64,6 +64,15 @@ std::string filled_up(const Node* product, const Form& form) {
   return text.empty() ? "" : "; FP8 units get zeros up to a multiple of 16 of: " + text;
 }
 
+// Why what a product adds is no bias: a kernel takes a number for each output, torch's operators also fewer.
+std::optional<std::string> obstacle_of_bias(const Node* node, const Arg& bias) {
+  const auto sizes = bias.is_value() ? bias.value()->meta() : std::nullopt;
+  const auto& result = node->result()->meta();
+  if (!sizes || !result || result->sizes.empty()) return std::nullopt;
+  if (sizes->sizes.size() == 1 && sizes->sizes[0] == result->sizes.back()) return std::nullopt;
+  return "what it adds is no number for each output";
+}
+
 // Why an addmm is no linear layer.
 std::optional<std::string> obstacle_of_addmm(const Node* node) {
   const auto dims = dimensions(node->arg("self").value());
@@ -162,7 +171,8 @@ class Fp8Lowering {
     if (node->result()->has_uses() && !rounding_of_gradient(node)) {
       return "the gradient is used or measured before it is rounded: track scales after use_fp8";
     }
-    return form.target == "aten::addmm" ? obstacle_of_addmm(node) : std::nullopt;
+    const auto why = form.target == "aten::addmm" ? obstacle_of_addmm(node) : std::nullopt;
+    return why || form.bias.empty() ? why : obstacle_of_bias(node, node->arg(form.bias));
   }
 
   // Returns the codes of `value`, made where it is rounded: once for all products that take them.
@@ -279,6 +289,7 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
   Graph& graph = module.graph();
   const bool delayed = parse_fp8_recipe(options.recipe) == Fp8Recipe::Delayed;
   bool changed = false;
+  check_operators(options.operators);
   report_unmatched(module, options.exclude, report);
   for (Node* node : graph.nodes()) {
     if (!node->facts().contraction || node->num_results() == 0) continue;
@@ -288,21 +299,20 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     std::string why;
     if (!weight) why = "recipes are for linear layers";
     if (add && why.empty()) why = obstacle_of_addmm(node).value_or("");
+    const Arg bias = linear ? node->arg("bias") : add ? node->arg("self") : Arg();
+    if (why.empty()) why = obstacle_of_bias(node, bias).value_or("");
     if (const std::string* pattern = excluded_by(node, options.exclude); pattern && why.empty())
       why = "excluded by '" + *pattern + "'";
     const Node* parameter = weight ? source_attribute(weight) : nullptr;
     if (delayed && why.empty() && !parameter) why = "its weight is computed: nothing keeps a state for it";
-    if (!options.operators.empty() &&
-        std::find(options.operators.begin(), options.operators.end(), node->target()) == options.operators.end())
-      why = "not among the operators asked for";
+    if (!is_asked_for(node, options.operators)) why = kNotAskedFor;
     const auto [fwd, bwd] = formats_of(node, options.fwd, options.bwd, options.products);
-    if (fwd == "none" && bwd == "none" && why.empty()) why = "its formats are none";
+    if (fwd == "none" && bwd == "none" && why.empty()) why = kNoFormats;
     if (!why.empty()) {
       report.add(ReportKind::LeftAlone, node, node->target(), "", why);
       continue;
     }
     const Arg input = node->arg(linear ? "input" : add ? "mat1" : "self");
-    const Arg bias = linear ? node->arg("bias") : add ? node->arg("self") : Arg();
     auto here = graph.inserting_before(node);
     Value* state = delayed ? delayed_state_of(module, parameter, options.history) : nullptr;
     Node* made =
@@ -414,12 +424,13 @@ bool use_fp8(GraphModule& module, const UseFp8Options& given, Report* report) {
 }
 
 bool use_fp8(GraphModule& module, const FormatRecipe& asked, const UseFp8Options& given, Report* report) {
-  if (!asked.scales.empty()) return apply_recipe(module, asked, report);
   const FormatRecipe recipe = fit_recipe(module, asked);
   parse_fp8_kernel(given.kernel);
   UseFp8Options options = given;
   options.fwd = recipe.fwd, options.bwd = recipe.bwd, options.products = recipe.products;
-  const bool changed = simulate_and_lower(module, options, report);
+  options.recipe = recipe.scales;
+  const bool changed =
+      recipe.scales.empty() ? simulate_and_lower(module, options, report) : use_fp8(module, options, report);
   return scale_gradients(module, recipe.loss_scale) || changed;
 }
 

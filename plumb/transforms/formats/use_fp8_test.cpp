@@ -212,6 +212,21 @@ TEST(UseFp8, SaysWhatStaysSimulatedAndWhatIsFilledUp) {
       << "gradients are summed with those of the products that stay simulated";
 }
 
+TEST(UseFp8, LeavesAProductWhoseBiasIsOneNumberForAllOutputsToTorch) {
+  for (const char* product : {"aten::linear(%x, %w, %b)", "aten::addmm(%b, %x, %wt)"}) {
+    for (const char* recipe : {"", "rowwise", "delayed"}) {
+      const auto module = module_of(c10::str(R"(graph { %x: f32[4, 16] = placeholder "x" %w: f32[32, 16] = get_attr "w"
+          %b: f32[1] = get_attr "b" %wt: f32[16, 32] = aten::t(%w) %y: f32[4, 32] = )",
+                                             product, " output(%y) }"),
+                                    random_weights({{"w", {32, 16}}, {"b", {1}}}));
+      const auto fp8 = use_fp8(module, {.recipe = recipe});
+      EXPECT_THAT(to_string(fp8->graph()), Not(HasSubstr("plumb::fp8_"))) << product << " " << recipe;
+      EXPECT_THAT(fp8->reports[0].to_text(), HasSubstr("what it adds is no number for each output"));
+      EXPECT_EQ(fp8->run({randn_there({4, 16})})[0].toTensor().sizes(), at::IntArrayRef({4, 32}));
+    }
+  }
+}
+
 TEST(UseFp8, SumsTheGradientsOfAValuesProductsBeforeThoseOfItsOtherUsers) {
   const std::string text = R"(graph { %x: f32[32, 16] = placeholder "x" %e: f32[16, 16] grad = get_attr "e"
       %q: f32[16, 16] grad = get_attr "q" %k: f32[16, 16] grad = get_attr "k"
@@ -264,7 +279,8 @@ TEST(UseFp8, StandsInTheTableOfPassesAndRefusesWhatNoUnitMultiplies) {
            {{"e4m3fn", "mxfp8"}, "no unit multiplies the format mxfp8"},
            {{"e4m3fn", "none"}, "none"},
            {{"e4m3fn", "e5m2", "tensor cores"}, "'tensor cores' is no kernel"},
-           {{"e4m3fn", "e5m2", "auto", {"aten::relu"}}, "'aten::relu' is no matrix product"}}) {
+           {{"e4m3fn", "e5m2", "auto", {"aten::relu"}}, "'aten::relu' is no matrix product"},
+           {{.operators = {"aten::relu"}, .recipe = "tensorwise"}, "'aten::relu' is no matrix product"}}) {
     try {
       use_fp8(module, options);
       FAIL() << what;
@@ -274,6 +290,26 @@ TEST(UseFp8, StandsInTheTableOfPassesAndRefusesWhatNoUnitMultiplies) {
   }
   run_passes({parse_pass_step("use_fp8,fwd=e5m2")}, *module);
   EXPECT_THAT(to_string(module->graph()), HasSubstr("plumb::fp8_linear"));
+}
+
+TEST(UseFp8, KnowsAnOperatorByBothItsNamesWithScaleFactorsToo) {
+  for (const char* name : {"linear", "aten::linear", "plumb::linear"}) {
+    for (const char* recipe : {"", "rowwise"}) {
+      auto module = module_of(R"(graph { %x: f32[4, 16] = placeholder "x" %w = get_attr "w"
+          %y = aten::linear(%x, %w) output(%y) })",
+                              random_weights({{"w", {16, 16}}}));
+      EXPECT_TRUE(use_fp8(*module, {.operators = {name}, .recipe = recipe})) << name << " " << recipe;
+    }
+  }
+}
+
+TEST(UseFp8, TakesTheHistoryForTheScalesOfARecipeFile) {
+  auto module = module_of(R"(graph { %x: f32[4, 16] = placeholder "x" %w = get_attr "w"
+      %y = aten::linear(%x, %w) output(%y) })",
+                          random_weights({{"w", {16, 16}}}));
+  const FormatRecipe recipe{.fwd = "e4m3fn", .bwd = "e5m2", .scales = "delayed"};
+  ASSERT_TRUE(use_fp8(*module, recipe, {.history = 5}));
+  EXPECT_EQ(module->state().get("w_fp8_state").tensor.sizes(), at::IntArrayRef({3, 6}));
 }
 
 TEST(UseFp8, GivesEveryWeightAStateOfDelayedScaling) {

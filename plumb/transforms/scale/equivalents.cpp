@@ -174,7 +174,8 @@ std::optional<std::string> why_not(const Node* node) {
   if (name == "aten::addmm") {
     if (!is_one(node, "alpha") || !is_one(node, "beta")) return "its alpha or beta is not 1";
     if (!node->arg("mat2").is_value() || !node->arg("self").is_value()) return "an operand is a number";
-    if (const Value* bias = node->arg("self").value(); bias->meta() && bias->meta()->sizes.size() != 1)
+    const auto right = sizes_of_argument(node, "mat2"), bias = sizes_of_argument(node, "self");
+    if (bias && (bias->size() != 1 || (right && right->size() == 2 && bias->front() != right->back())))
       return "what it adds is no bias vector";
   }
   if (name == "aten::scaled_dot_product_attention" && !node->arg("scale").is_none() &&
