@@ -144,7 +144,7 @@ void FormatRecipe::check() const {
                 "loss-scale = 4096.0, for example");
   }
   // Beyond, float32 gradients become infinite or zero, and all of them the same number once they are rounded.
-  if (exponent - 1 < -126 || exponent - 1 > 126) {
+  if (std::abs(exponent - 1) > kMostLossScale) {
     throw Error(ErrorKind::InvalidArgument,
                 c10::str("the loss scale ", loss_scale, " is beyond float32's range, which gradients have at most"), "",
                 "a power of two from 2^-126 to 2^126; loss-scale = 4096.0, for example");

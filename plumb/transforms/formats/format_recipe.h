@@ -35,6 +35,7 @@ struct FormatRecipe {
   bool unit_scaled = false;  // for a graph that unit_scale() has rewritten
   // A power of two from 2^-126 to 2^126; products of unit and of tensor scales need none.
   double loss_scale = 1;
+  static constexpr int kMostLossScale = 126;  // exponent
   std::vector<ProductFormats> products = {};  // for each direction the first entry that fits and states it counts
 
   // Throws Error(InvalidArgument) for a format or scales that do not exist and for a loss scale that is no power of

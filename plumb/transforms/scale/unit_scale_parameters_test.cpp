@@ -208,5 +208,16 @@ TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
 
 // --- the whole
 
+TEST(UnitScale, LeavesAProductAloneWhoseBiasIsOneNumberForAllOutputs) {
+  for (const char* product : {"aten::linear(%x, %w, %b)", "aten::addmm(%b, %x, %wt)"}) {
+    Report report;
+    after_scaling(c10::str(R"(graph { %x: f32[4, 16] = placeholder "x" %w: f32[32, 16] grad = get_attr "w"
+        %b: f32[1] grad = get_attr "b" %wt: f32[16, 32] grad = aten::t(%w) %y: f32[4, 32] grad = )",
+                           product, " output(%y) }"),
+                  random_weights({{"w", {32, 16}}, {"b", {1}}}), {}, &report);
+    EXPECT_THAT(report.to_text(), HasSubstr("what it adds is no bias vector")) << product;
+  }
+}
+
 }  // namespace
 }  // namespace plumb

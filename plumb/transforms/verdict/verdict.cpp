@@ -270,7 +270,7 @@ class Remedy {
     for (const int step : {kScaleStep, -kScaleStep}) {
       for (int k = step; std::abs(k) <= kMostScale; k += step) {
         recipe.loss_scale = verdict_.recipe.loss_scale * std::ldexp(1.0, k);
-        if (!std::isnormal(recipe.loss_scale)) break;
+        if (std::abs(std::ilogb(recipe.loss_scale)) > FormatRecipe::kMostLossScale) break;
         tried.push_back({k, batch_.error(recipe, true)});
         // At the edge of the range errors grow before they fall.
         if (least_of(tried) < 0.5 * as_it_is && tried.back().backward() > 0.9 * tried[tried.size() - 2].backward())
