@@ -122,6 +122,69 @@ void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModu
   }
 }
 
+// The tensors of two modules, compared in pairs.
+class Pairs {
+ public:
+  Pairs(DiffReport& report, const ScaleTracker& a, const ScaleTracker& b, double tolerance)
+      : report_(report), a_(a), b_(b), tolerance_(tolerance) {}
+
+  // Compares the report's last tensor, value and gradient, with the other module's if it has one.
+  void add(int64_t slot, std::optional<int64_t> other) {
+    const size_t place = places_[slot] = report_.tensors.size() - 1;
+    const std::string& name = report_.tensors[place].tensor.name;
+    if (!other) return report_.only_a.push_back(name);
+    others_[slot] = *other;
+    for (const Direction direction : {Direction::Forward, Direction::Backward}) {
+      const auto x = last_of(a_, slot, direction), y = last_of(b_, *other, direction);
+      if (x.has_value() != y.has_value() && direction == Direction::Backward)
+        (x ? report_.only_a : report_.only_b).push_back("the gradient of " + name);
+      if (x && y) compare({place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient}, *x, *y);
+    }
+  }
+
+  // Values of one name may be other outputs, or one of them none: outputs of one key or place are compared, too.
+  void add_outputs(const std::map<std::string, Output>& a, const std::map<std::string, Output>& b,
+                   const std::map<int64_t, std::string>& names_of_b) {
+    for (const auto& [name, x] : a) {
+      const auto other = b.find(name);
+      if (other == b.end() || x.arg.is_constant() || other->second.arg.is_constant()) {
+        if (other == b.end() || !(x.arg == other->second.arg)) report_.other_outputs.push_back(name);
+        continue;
+      }
+      const Output& y = other->second;
+      if (!x.slot || !y.slot) continue;
+      if (const auto pair = others_.find(*x.slot); pair != others_.end() && pair->second == *y.slot) continue;
+      const auto value = last_of(a_, *x.slot, Direction::Forward), second = last_of(b_, *y.slot, Direction::Forward);
+      if (!value || !second) continue;
+      Difference where{places_.at(*x.slot), DiffKind::Value};
+      where.output = name, where.other_name = names_of_b.at(*y.slot);
+      compare(std::move(where), *value, *second);
+    }
+    for (const auto& [name, y] : b)
+      if (!a.contains(name)) report_.other_outputs.push_back(name);
+  }
+
+  std::vector<Compared> take() { return std::move(compared_); }
+
+ private:
+  void compare(Difference where, const at::Tensor& x, const at::Tensor& y) {
+    const TensorDistance apart = distance_between(x, y);
+    where.distance = apart;
+    const bool apart_at_all = apart.differing > 0 || !apart.types.empty();
+    const bool differs = apart_at_all && !(apart.relative <= tolerance_ && tolerance_ > 0);
+    auto& shown = report_.tensors[where.tensor].distance;
+    if (where.kind == DiffKind::Value && (differs || !shown)) shown = apart;
+    compared_.push_back({std::move(where), differs});
+  }
+
+  DiffReport& report_;
+  const ScaleTracker &a_, &b_;
+  const double tolerance_;
+  std::map<int64_t, size_t> places_;   // in the report, by slots of a
+  std::map<int64_t, int64_t> others_;  // slots of b by slots of a
+  std::vector<Compared> compared_;
+};
+
 }  // namespace
 
 at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs) {
@@ -175,58 +238,17 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
     return std::ranges::find_if(
         others, [&](const auto& other) { return other.second.slot == slot && !names_of_a.contains(other.first); });
   };
-  std::vector<Compared> compared;
-  const auto compare = [&](Difference where, const at::Tensor& x, const at::Tensor& y) {
-    const TensorDistance apart = distance_between(x, y);
-    where.distance = apart;
-    const bool apart_at_all = apart.differing > 0 || !apart.types.empty();
-    const bool differs = apart_at_all && !(apart.relative <= tolerance && tolerance > 0);
-    auto& shown = report.tensors[where.tensor].distance;
-    if (where.kind == DiffKind::Value && (differs || !shown)) shown = apart;
-    compared.push_back({std::move(where), differs});
-  };
-  std::map<int64_t, size_t> places;  // in the report, by slots of a
-  std::map<int64_t, int64_t> slots;  // b's slots by a's, for the pairs
+  Pairs pairs(report, *of_a_, *of_b_, tolerance);
   for (TrackedTensor& each : all) {
-    const size_t place = places[each.slot] = report.tensors.size();
     each.tensor.inputs.assign(each.inputs.begin(), each.inputs.end());
     report.tensors.push_back({each.tensor});
     const auto other = find_other(each);
-    if (other == others.end()) {
-      report.only_a.push_back(each.tensor.name);
-      continue;
-    }
-    slots[each.slot] = other->second.slot;
-    for (const Direction direction : {Direction::Forward, Direction::Backward}) {
-      const auto x = last_of(*of_a_, each.slot, direction), y = last_of(*of_b_, other->second.slot, direction);
-      if (x.has_value() != y.has_value() && direction == Direction::Backward)
-        (x ? report.only_a : report.only_b).push_back("the gradient of " + each.tensor.name);
-      if (x && y) compare({place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient}, *x, *y);
-    }
-    others.erase(other);
+    pairs.add(each.slot, other == others.end() ? std::nullopt : std::optional(other->second.slot));
+    if (other != others.end()) others.erase(other);
   }
-  // Values of one name may be other outputs, or one of them none: outputs of one key or place are compared, too.
-  for (const auto& [name, x] : outputs_a) {
-    const auto other = outputs_b.find(name);
-    if (other == outputs_b.end() || x.arg.is_constant() || other->second.arg.is_constant()) {
-      if (other != outputs_b.end() && x.arg == other->second.arg) continue;
-      report.other_outputs.push_back(name);
-      continue;
-    }
-    const Output& y = other->second;
-    if (!x.slot || !y.slot) continue;
-    if (const auto pair = slots.find(*x.slot); pair != slots.end() && pair->second == *y.slot) continue;
-    const auto value = last_of(*of_a_, *x.slot, Direction::Forward),
-               second = last_of(*of_b_, *y.slot, Direction::Forward);
-    if (!value || !second) continue;
-    Difference where{places.at(*x.slot), DiffKind::Value};
-    where.output = name, where.other_name = names_of_b.at(*y.slot);
-    compare(std::move(where), *value, *second);
-  }
-  for (const auto& [name, y] : outputs_b)
-    if (!outputs_a.contains(name)) report.other_outputs.push_back(name);
+  pairs.add_outputs(outputs_a, outputs_b, names_of_b);
   for (const auto& [key, each] : others) report.only_b.push_back(names_of_b.at(each.slot));
-  conclude(report, std::move(compared));
+  conclude(report, pairs.take());
   return report;
 }
 
