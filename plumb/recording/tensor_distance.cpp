@@ -74,10 +74,10 @@ TensorDistance distance_between(const at::Tensor& a_given, const at::Tensor& b_g
   }
   const bool same_type = a.scalar_type() == b.scalar_type();
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
-  at::Tensor apart = same_type ? bits_of(a) != bits_of(b) : (x != y).logical_and((x == x).logical_or(y == y));
-  out.relative = relative_distance(x, y, apart);
-  if (a_given.is_complex() && b_given.is_complex()) apart = apart.any(-1);
-  out.differing = apart.sum().item<int64_t>();
+  const at::Tensor apart = same_type ? bits_of(a) != bits_of(b) : (x != y).logical_and((x == x).logical_or(y == y));
+  const bool complex = a_given.is_complex() && b_given.is_complex();
+  out.differing = (complex ? apart.any(-1) : apart).sum().item<int64_t>();
+  out.relative = out.differing > 0 ? relative_distance(x, y, apart) : 0;
   if (same_type && a.is_floating_point() && a.element_size() >= 2) out.ulps = most_ulps(a, b);
   return out;
 }
