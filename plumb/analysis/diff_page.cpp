@@ -17,7 +17,7 @@ std::vector<PictureLine> lines_of(const DiffReport& report) {
     const Found worst = std::max(each.value, each.gradient);
     const bool is_state = tensor.operation == "parameter" || tensor.operation == "buffer";
     if (is_state && worst <= Found::Equal) continue;
-    const bool is_operator = tensor.operation.find("::") != std::string::npos;
+    const bool is_operator = tensor.is_computed();
     PictureLine line{.title = is_operator ? tensor.operation : tensor.operation + " " + tensor.name};
     line.hint = tensor.name;
     line.detail = c10::str(tensor.sizes);

@@ -15,11 +15,9 @@
 namespace plumb {
 namespace {
 
-bool is_computed(const HistoryTensor& tensor) { return tensor.operation.find("::") != std::string::npos; }
-
 // Values are known by their names, whatever operator makes them: a transformed model has another.
 std::string key_of(const HistoryTensor& tensor) {
-  return tensor.name + "\n" + (is_computed(tensor) ? "" : tensor.operation);
+  return tensor.name + "\n" + (tensor.is_computed() ? "" : tensor.operation);
 }
 
 // The hashes of a tensor, or of its gradient, in a step: by microbatch, each with the tensor of the rank that has it.
@@ -266,7 +264,7 @@ std::vector<std::vector<size_t>> values_sent(const std::vector<DiffTensor>& tens
   std::map<int64_t, std::vector<size_t>> ends;  // computed values without users, by stage
   for (size_t t = 0; t < tensors.size(); ++t) {
     const HistoryTensor& tensor = tensors[t].tensor;
-    const bool computed = is_computed(tensor);
+    const bool computed = tensor.is_computed();
     if (computed && !used[t]) ends[tensor.stage].push_back(t);
     if (!computed && tensor.operation != "input") continue;
     const auto [at, is_new] = made.try_emplace(tensor.name, t);
@@ -372,11 +370,12 @@ std::vector<std::string> names_among(const std::vector<HistoryTensor>& tensors,
   std::vector<std::string> names;
   for (const HistoryTensor& tensor : tensors) names.push_back(tensor.name);
   const auto place = [](const HistoryTensor& tensor) { return std::tie(tensor.operation, tensor.module); };
-  auto results = tensors | std::views::filter(is_computed), others = first | std::views::filter(is_computed);
+  constexpr auto computed = std::views::filter(&HistoryTensor::is_computed);
+  auto results = tensors | computed, others = first | computed;
   if (!std::ranges::equal(results, others, {}, place, place)) return names;
   auto other = others.begin();
   for (size_t i = 0; i < tensors.size(); ++i)
-    if (is_computed(tensors[i])) names[i] = (other++)->name;
+    if (tensors[i].is_computed()) names[i] = (other++)->name;
   return names;
 }
 

@@ -30,6 +30,7 @@ struct HistoryTensor {
 
   // "stage 1, rank 0", "rank 0"; "" where neither is known.
   std::string part() const;
+  bool is_computed() const { return operation.find("::") != std::string::npos; }  // by an operator
 
   bool operator==(const HistoryTensor&) const = default;
 };
