@@ -47,7 +47,7 @@ struct KeptFromCheckpoints::Hook : torch::autograd::FunctionPreHook {
 KeptFromCheckpoints::KeptFromCheckpoints(BackwardGraph& graph) {
   const FindCheckpointed find = find_checkpointed;
   if (find == nullptr) return;
-  std::vector<Node*> nodes;
+  std::vector<torch::autograd::Node*> nodes;
   nodes.reserve(graph.entries.size());
   for (const auto& e : graph.entries) {
     if (!e.target) nodes.push_back(e.node);
@@ -73,7 +73,7 @@ void KeptFromCheckpoints::watch(const BackwardGraph& graph) {
     }
     checkpoint->variables.push_back(v);
   }
-  std::set<Node*> seen;
+  std::set<torch::autograd::Node*> seen;
   for (const auto& v : found_) {
     const auto it = needed.find(v.checkpoint);
     if (it == needed.end() || !graph.find(v.node)->in_input_half || !seen.insert(v.node).second) continue;

@@ -26,13 +26,13 @@ class SavesTensors {
 
 struct CheckpointedVariable {
   torch::autograd::SavedVariable* variable;
-  Node* node;              // that saved it
-  const void* checkpoint;  // equal for all that one computation gives
+  torch::autograd::Node* node;  // that saved it
+  const void* checkpoint;       // equal for all that one computation gives
 };
 
 // Finds the variables that these nodes saved through checkpoints. Checkpoints are Python's, so the bindings set this
 // function; without it there are none.
-using FindCheckpointed = std::vector<CheckpointedVariable> (*)(const std::vector<Node*>& nodes);
+using FindCheckpointed = std::vector<CheckpointedVariable> (*)(const std::vector<torch::autograd::Node*>& nodes);
 void set_find_checkpointed(FindCheckpointed find);
 
 // Made before divide(): a node whose saved tensors cannot be kept does all its work in the input half.

@@ -17,7 +17,7 @@ struct Kind {
   bool pure, indivisible, plain;
 };
 
-Kind find_kind(Node& node) {
+Kind find_kind(torch::autograd::Node& node) {
   Kind kind{false, false, false};
   try {
     kind.pure = node.is_traceable();
@@ -36,7 +36,7 @@ Kind find_kind(Node& node) {
 }
 
 // By the node's class: names are demangled, which takes longer than the rest of the walk, and so would a hash of names.
-Kind kind_of(Node& node) {
+Kind kind_of(torch::autograd::Node& node) {
   static thread_local ska::flat_hash_map<const std::type_info*, Kind> known;
   const std::type_info& type = typeid(node);
   if (auto it = known.find(&type); it != known.end()) return it->second;
@@ -45,7 +45,7 @@ Kind kind_of(Node& node) {
   return kind;
 }
 
-bool has_hooks(Node& node) {
+bool has_hooks(torch::autograd::Node& node) {
   return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() ||
          node.tensor_post_acc_grad_hooks() != nullptr || !has_no_hooks_but_recipes(node);
 }
@@ -58,18 +58,18 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
   graph.entries.reserve(kOften);
   graph.children.reserve(kOften);
   graph.index.reserve(kOften);
-  ska::flat_hash_set<Node*> input_nodes;
+  ska::flat_hash_set<torch::autograd::Node*> input_nodes;
   for (const auto& edge : inputs) {
     if (edge.function) input_nodes.insert(edge.function.get());
   }
   struct Open {
-    Node* node;
+    torch::autograd::Node* node;
     size_t next;
     bool is_input;
   };
   std::vector<Open> stack;
   constexpr int kOpen = -2;
-  auto open = [&](Node* node) {
+  auto open = [&](torch::autograd::Node* node) {
     if (!graph.index.emplace(node, kOpen).second) return;
     stack.push_back({node, 0, input_nodes.count(node) != 0});
   };
@@ -79,7 +79,7 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
       auto& [node, next, is_input] = stack.back();
       const auto& edges = node->next_edges();
       if (!is_input && next < edges.size()) {
-        if (Node* child = edges[next++].function.get()) open(child);
+        if (torch::autograd::Node* child = edges[next++].function.get()) open(child);
         continue;
       }
       BackwardGraph::Entry entry{node, static_cast<int>(graph.children.size()), static_cast<int>(edges.size())};

@@ -11,11 +11,10 @@ namespace plumb {
 
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
-using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 // The end of autograd's graph at a stage's inputs: keeps what arrives.
-struct StageInputNode : Node {
+struct StageInputNode : torch::autograd::Node {
   variable_list gradients;
   variable_list apply(variable_list&& grads) override {
     gradients = std::move(grads);
@@ -27,7 +26,7 @@ struct StageInputNode : Node {
 // The graph below the roots, children before parents.
 struct BackwardGraph {
   struct Entry {
-    Node* node;
+    torch::autograd::Node* node;
     int first_child;             // into `children`
     int num_children;            // one per edge
     bool in_input_half = false;  // runs in the input half
@@ -40,11 +39,11 @@ struct BackwardGraph {
   };
   std::vector<Entry> entries;
   std::vector<int> children;  // one per edge; -1 for none
-  ska::flat_hash_map<Node*, int> index;
+  ska::flat_hash_map<torch::autograd::Node*, int> index;
   // Whether the graph has nodes that run rightly only in a backward of everything (node_names.h).
   bool indivisible = false;
 
-  const Entry* find(Node* node) const {
+  const Entry* find(torch::autograd::Node* node) const {
     auto it = index.find(node);
     return it == index.end() ? nullptr : &entries[it->second];
   }

@@ -49,9 +49,9 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
     run_engine(roots.edges, roots.grads, keep_graph);
   }
   Tensors input_grads(inputs.size());
-  std::set<Node*> is_input;
+  std::set<torch::autograd::Node*> is_input;
   for (size_t i = 0; i < inputs.size(); i++) {
-    Node* node = inputs[i].function.get();
+    torch::autograd::Node* node = inputs[i].function.get();
     if (node == nullptr) continue;
     is_input.insert(node);
     if (auto* boundary = dynamic_cast<StageInputNode*>(node)) {
@@ -77,7 +77,7 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
 }
 
 // Returns the node of the input half that hands its gradient to `leaf`, if it is one that runs only there.
-NodePtr maker_of(const BackwardGraph& graph, Node* leaf) {
+NodePtr maker_of(const BackwardGraph& graph, torch::autograd::Node* leaf) {
   const int wanted = graph.index.at(leaf);
   for (const auto& e : graph.entries) {
     if (!e.in_input_half || e.twice) continue;

@@ -177,7 +177,7 @@ std::string fitting(const PlanArguments& o, const std::vector<ScheduleChoice>& c
 
 // Reports that no choice keeps the limit, and what would. The fewest ranks are searched among doubled ones.
 [[noreturn]] void refuse(const PlanArguments& o, const PlannedModel& planned, const CostsOf& costs) {
-  if (!o.take.empty()) throw UsageError("--take " + o.take + ": cannot be had", "--take 1F1B");
+  if (!o.take.empty()) used_by("--take", [&] { planned.choose(o.take); });
   const ScheduleChoice& least = planned.least_memory();
   const std::string needed = memory_text(least.peak(), o.measured());
   std::string remedy = "a --memory-limit of " + needed + " (" + least.name + ")";

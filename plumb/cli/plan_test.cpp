@@ -17,6 +17,7 @@ TEST_F(Planning, PlansForGivenCostsWithinAMemoryLimit) {
   }
   EXPECT_EQ(plumb(costs + "--memory-limit 0.1").code, 1);
   EXPECT_EQ(Json::parse(plumb(costs + "--take GPipe --json").out)["taken"], "GPipe");
+  wrong(costs + "--take Interleaved", "--take: no schedule named 'Interleaved' was compared");
   wrong("plan --ranks 4 --microbatches 8", "--costs");
   wrong("plan --ranks 4 --microbatches 8 --costs 1,1", "--costs");
   wrong(costs + "--memory-limit much", "--memory-limit");

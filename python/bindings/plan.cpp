@@ -14,20 +14,6 @@ struct PythonPlanned {
   std::shared_ptr<GraphModule> module;
   PlannedModel planned;
   int replicas = 1;
-
-  const ScheduleChoice& choice(const std::string& name) const {
-    const ScheduleChoice* found = planned.find(name);
-    if (found != nullptr) return *found;
-    for (const ScheduleChoice& c : planned.choices) {
-      if (c.name == name) throw Error(ErrorKind::InvalidArgument, c.name + " cannot be had: " + c.problem);
-    }
-    if (!name.empty())
-      throw Error(ErrorKind::UnknownName, "no schedule named '" + name + "' was compared", "", "another name");
-    throw Error(ErrorKind::InvalidArgument,
-                "no schedule keeps the memory limit: the least that a rank needs is " +
-                    bytes_text(planned.least_memory().peak()),
-                "", "a higher limit, more ranks, or smaller microbatches");
-  }
 };
 
 // From a callable of the outputs, a name of --loss, or None: the model's own loss, else cross_entropy.
@@ -65,7 +51,9 @@ py::dict row_of(const ScheduleChoice& c) {
                "problem"_a = c.problem);
   if (!c.problem.empty()) return row;
   row["step"] = c.simulation.makespan;
+  row["apart"] = c.simulation.cost();
   row["bubble"] = c.simulation.bubble_rate();
+  row["zero_bubble_rate"] = c.simulation.zero_bubble_rate();
   row["memory"] = c.memory;
   return row;
 }
@@ -95,12 +83,14 @@ Register plan_part([](py::module_& m) {
                                return rows;
                              })
       .def_property_readonly("spread", [](const PythonPlanned& p) { return p.planned.spread; })
-      .def("conclusion",
-           [](const PythonPlanned& p, const std::string& name) { return conclusion(p.planned, p.choice(name)); })
-      .def("plan", [](const PythonPlanned& p,
-                      const std::string& name) { return p.planned.plan_of(*p.module, p.choice(name), p.replicas); })
+      .def("conclusion", [](const PythonPlanned& p,
+                            const std::string& name) { return conclusion(p.planned, p.planned.choose(name)); })
+      .def("plan",
+           [](const PythonPlanned& p, const std::string& name) {
+             return p.planned.plan_of(*p.module, p.planned.choose(name), p.replicas);
+           })
       .def("page", [](const PythonPlanned& p, const std::string& name, const std::string& model,
-                      const std::string& path) { plan_page(p.planned, p.choice(name), model).write(path); });
+                      const std::string& path) { plan_page(p.planned, p.planned.choose(name), model).write(path); });
   m.def(
       "plan_model",
       [](std::shared_ptr<GraphModule> module, std::optional<std::vector<c10::IValue>> inputs, int ranks,

@@ -32,7 +32,7 @@ const void* checkpoint_of(const SavedVariable& variable) {
 }
 
 // The attributes of a class of nodes that hold what it saved. Every function written in Python has the same.
-const std::vector<py::str>& saved_attributes(Node& node) {
+const std::vector<py::str>& saved_attributes(torch::autograd::Node& node) {
   static auto& known = *new std::unordered_map<std::type_index, std::vector<py::str>>();
   auto [it, fresh] = known.try_emplace(typeid(node));
   if (fresh) {
@@ -46,7 +46,7 @@ const std::vector<py::str>& saved_attributes(Node& node) {
 
 // Finds the variables that a node saved through checkpoints. A node saves all its variables alike: one plain variable
 // means that none is from a checkpoint.
-void find_in(Node& node, std::vector<CheckpointedVariable>& found) {
+void find_in(torch::autograd::Node& node, std::vector<CheckpointedVariable>& found) {
   bool plain = false;
   auto add = [&](const SavedVariable& variable) {
     const auto data = variable.get_raw_data();
@@ -72,10 +72,10 @@ void find_in(Node& node, std::vector<CheckpointedVariable>& found) {
   }
 }
 
-std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& nodes) {
+std::vector<CheckpointedVariable> find_checkpointed(const std::vector<torch::autograd::Node*>& nodes) {
   std::vector<CheckpointedVariable> found;
   py::gil_scoped_acquire gil;
-  for (Node* node : nodes) {
+  for (torch::autograd::Node* node : nodes) {
     try {
       find_in(*node, found);
     } catch (const py::error_already_set&) {

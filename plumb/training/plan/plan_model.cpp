@@ -8,6 +8,7 @@
 
 #include "plumb/core/cores.h"
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/size_policy.h"
@@ -252,6 +253,21 @@ const ScheduleChoice* PlannedModel::find(const std::string& name) const {
     if (c.problem.empty() && (name.empty() ? c.fits : c.name == name)) return &c;
   }
   return nullptr;
+}
+
+const ScheduleChoice& PlannedModel::choose(const std::string& name) const {
+  if (const ScheduleChoice* found = find(name)) return *found;
+  if (name.empty()) {
+    throw Error(
+        ErrorKind::InvalidArgument,
+        "no schedule keeps the memory limit: the least that a rank needs is " + bytes_text(least_memory().peak()), "",
+        "a higher limit, more ranks, or smaller microbatches");
+  }
+  const auto named = std::ranges::find(choices, name, &ScheduleChoice::name);
+  if (named != choices.end())
+    throw Error(ErrorKind::InvalidArgument, name + " cannot be had: " + named->problem, "", "another schedule");
+  throw Error(ErrorKind::UnknownName, "no schedule named '" + name + "' was compared", "",
+              join(choices, &ScheduleChoice::name));
 }
 
 const ScheduleChoice& PlannedModel::least_memory() const {

@@ -43,6 +43,26 @@ TEST(PlanModel, SaysWhyNothingIsFoundForMoreRanksThanPieces) {
   EXPECT_THAT(made.choices[1].problem, HasSubstr("257 pieces has no schedule for 300 ranks"));
 }
 
+TEST(PlanModel, SaysWhyAChoiceIsNotThere) {
+  PlannedModel made = planned(2, 0.008, 0.006);
+  made.choices.push_back({.name = "DualPipe", .problem = "the stages are odd", .fits = false});
+  const auto refused = [&](const std::string& name) {
+    try {
+      made.choose(name);
+    } catch (const Error& e) {
+      return c10::str(to_string(e.kind()), ": ", e.message(), "; ", e.remedy());
+    }
+    return std::string("chosen");
+  };
+  EXPECT_EQ(made.choose("").name, kJoint);
+  EXPECT_EQ(made.choose("1F1B").name, "1F1B");
+  EXPECT_THAT(refused("DualPipe"), HasSubstr("DualPipe cannot be had: the stages are odd"));
+  EXPECT_THAT(refused("GPipe"),
+              HasSubstr("UnknownName: no schedule named 'GPipe' was compared; Joint, 1F1B, DualPipe"));
+  for (ScheduleChoice& c : made.choices) c.fits = false;
+  EXPECT_THAT(refused(""), HasSubstr("no schedule keeps the memory limit"));
+}
+
 TEST(Conclusion, NamesWhatAPlanGains) {
   const PlannedModel made = planned(2, 0.008, 0.006);
   EXPECT_EQ(conclusion(made, made.choices[0]),
