@@ -30,6 +30,8 @@ TEST(CaptureInputs, AGraphRefusesOtherNumbersAndTextsThanItWasMadeFor) {
   EXPECT_THAT(message_of([&] { run({x, x, 3, true, "as it is"}); }),
               HasSubstr("input 'x1' should be a number, got f32"));
   EXPECT_THAT(message_of([&] { run({x, c10::IValue(), 3, true, "as it is"}); }), HasSubstr("should be a number"));
+  EXPECT_THAT(message_of([&] { run({x, 2.0, 3.0, true, "as it is"}); }),
+              HasSubstr("input 'x2' should be a whole number, got Double"));
 }
 
 TEST(CaptureInputs, TensorsInListsTuplesAndDictsAreInputs) {

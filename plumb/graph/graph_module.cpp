@@ -132,9 +132,11 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
                       type_text(TensorMeta::of(*got)),
                   "", kRemedy);
     }
-    if (type != ValueType::Tensor && type != ValueType::Other && !input.isScalar()) {
+    const bool whole = type == ValueType::Int;
+    const bool real = input.isDouble() || input.isComplexDouble() || input.isSymFloat();
+    if (type != ValueType::Tensor && type != ValueType::Other && (!input.isScalar() || (whole && real))) {
       throw Error(ErrorKind::TensorMismatch,
-                  "input '" + node->target() + "' should be a number, got " +
+                  "input '" + node->target() + "' should be a " + (whole ? "whole number" : "number") + ", got " +
                       (got ? type_text(TensorMeta::of(*got)) : input.tagKind()),
                   "", kRemedy);
     }
