@@ -229,6 +229,29 @@ TEST_F(Outputs, AreNotWeightsThatAreNoNumbers) {
 }
 
 // An infinity that a mask makes ends in a softmax. What the data holds no rate can mend.
+TEST_F(Outputs, NameTheNodeThatWritesAValueWhichABackwardNeeds) {
+  python(R"py(
+class Written(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 4)
+    def forward(self, x):
+        y = torch.exp(self.fc(x))
+        z = y * 2
+        return y.add_(1) + z
+torch.export.save(torch.export.export(Written(), (torch.randn(6, 8),)), "written.pt2")
+)py");
+  const std::string data = " --data rows.pt --targets targets.pt --loss mse --batch 6";
+  for (const std::string& command : {std::string("run written.pt2 --backward --input x.pt"),
+                                     std::string("track written.pt2 --backward --input x.pt"),
+                                     "verdict written.pt2" + data, "train written.pt2 --steps 1" + data}) {
+    const Ended ended = plumb(command);
+    EXPECT_EQ(ended.code, 1) << command;
+    const std::regex named("Written in place: %exp[a-z_]* by node %add_ .*check\\.py:10");
+    EXPECT_TRUE(std::regex_search(ended.err, named)) << command << "\n" << ended.err;
+  }
+}
+
 TEST_F(Outputs, NameTheFirstValueThatIsNotFinite) {
   python(
       "from torch import nn\n"

@@ -8,6 +8,7 @@
 #include "plumb/cli/progress.h"
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_files/tensor_file.h"
+#include "plumb/graph/kept_values.h"
 
 namespace plumb::cli {
 namespace {
@@ -71,7 +72,7 @@ void run(const RunArguments& o) {
   const auto begin = std::chrono::steady_clock::now();
   at::AutoGradMode gradients(o.backward);
   std::vector<c10::IValue> outputs = module.run(std::move(inputs));
-  if (o.backward) backward_start(module, outputs).backward();
+  if (o.backward) run_backward_of(module.graph(), [&] { backward_start(module, outputs).backward(); });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 
   nlohmann::json report = {{"seconds", seconds}, {"outputs", nlohmann::json::array()}};

@@ -12,6 +12,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/kept_values.h"
 #include "plumb/numerics/format.h"
 #include "plumb/transforms/track/track_scales.h"
 
@@ -190,7 +191,7 @@ void track(const TrackArguments& o) {
   const auto tracked = track_scales(model.loaded.program.module, {.histogram = histogram});
   at::AutoGradMode gradients(o.backward);
   const std::vector<c10::IValue> outputs = tracked->run(std::move(model.inputs));
-  if (o.backward) backward_start(*tracked, outputs).backward();
+  if (o.backward) run_backward_of(tracked->graph(), [&] { backward_start(*tracked, outputs).backward(); });
   progress.next("writing");
   ScalesGraph scales = scales_graph(*tracked);
   view.runs.push_back({o.model.file, history_of(scales)});

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/kept_values.h"
 #include "plumb/graph/module_state_guard.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/tensors/node_seeds.h"
@@ -114,7 +115,7 @@ void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModu
     throw Error(ErrorKind::InvalidArgument, c10::str("the loss has ", loss.numel(), " elements"), "",
                 "return a tensor of one element to go backward from");
   }
-  if (loss.requires_grad()) return loss.backward();
+  if (loss.requires_grad()) return run_backward_of(module.graph(), [&] { loss.backward(); });
   const auto trained = [](const Attr& attr) { return attr.tensor.defined() && attr.tensor.requires_grad(); };
   if (std::any_of(module.state().begin(), module.state().end(), trained)) {
     throw Error(ErrorKind::InvalidArgument, "the loss depends on no parameter: no gradient would be compared", "",

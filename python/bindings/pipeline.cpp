@@ -72,6 +72,13 @@ class PyStage : public StageFunction {
     return in_stage(stage_, [&] { return named(stage_->attr("written_state")()); });
   }
 
+  const Graph* graph() const override {
+    return in_stage(stage_, [&] {
+      const auto graph = stage_->attr("graph").cast<std::shared_ptr<GraphStage>>();
+      return graph ? graph->graph() : nullptr;
+    });
+  }
+
   std::optional<at::Device> device() const override {
     return in_stage(stage_, [&] { return stage_->attr("device").cast<at::Device>(); });
   }

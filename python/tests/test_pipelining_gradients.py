@@ -1,6 +1,7 @@
 """Which parameters and inputs have gradients after a step in one process, bit for bit beside plain accumulation."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -159,10 +160,12 @@ class Decaying(nn.Module):
         return self.second(self.first(x) * self.scale)
 
 
-def test_a_buffer_that_another_microbatch_writes_before_the_backward_has_a_remedy():
+def test_a_buffer_that_another_microbatch_writes_before_the_backward_is_named_with_a_remedy():
     pipe = pipeline(Decaying(), (torch.randn(2, 4),), split_spec={"second": SplitPoint.BEGINNING})
     stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
     schedule = ScheduleLoopedBFS(stages, 2, lambda y, target: (y - target).square().mean())
     x = torch.randn(4, 4)
-    with pytest.raises(plumb.Error, match=r"rank 0 at 0B0(?s:.*)try: let the forward compute with a clone\(\) of a buffer"):
+    with pytest.raises(plumb.Error, match=r"rank 0 at 0B0(?s:.*)try: let the forward compute with a clone\(\) of a buffer") as raised:
         schedule.step(x, target=x)
+    line = Decaying.forward.__code__.co_firstlineno + 1
+    assert re.search(rf"Written in place: scale by node %mul_ .* at .*{__file__}:{line}", str(raised.value))

@@ -32,6 +32,7 @@ class GraphStage : public StageFunction {
   std::vector<NamedTensor> parameters() const override;
   std::optional<at::Device> device() const override;
   std::vector<NamedTensor> written_state() const override;
+  const Graph* graph() const override { return &module_->graph(); }
   const std::shared_ptr<GraphModule>& module() const { return module_; }
 
   // Returns the graph for these sizes of the model's inputs; none: as they were cut. Throws what

@@ -10,6 +10,7 @@
 
 #include "plumb/autograd/recompute/recompute.h"
 #include "plumb/autograd/stage_backward.h"
+#include "plumb/graph/graph.h"
 #include "plumb/partition/stage_specializer.h"
 
 namespace plumb {
@@ -50,6 +51,8 @@ class StageFunction {
   // Buffers and parameters that forwards write (running statistics, rows that an embedding shortens). Asked for at the
   // start, and for each microbatch that is audited.
   virtual std::vector<NamedTensor> written_state() const { return {}; }
+  // The graph that the stage runs, of which errors name nodes; null if there is none.
+  virtual const Graph* graph() const { return nullptr; }
   // Returns whether the stage does a part of its weight gradients by itself: the runtime then runs autograd's whole
   // backward in the place of the input half, asks for the work right after it, and does it in the place of the weight
   // half.

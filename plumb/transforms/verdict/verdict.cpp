@@ -8,6 +8,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/kept_values.h"
 #include "plumb/graph/module_state_guard.h"
 #include "plumb/numerics/format.h"
 #include "plumb/tensors/node_seeds.h"
@@ -214,7 +215,9 @@ class MeasuredBatch {
                     "return the loss of the batch: a tensor of one element that depends on parameters");
       }
       if (sum.empty()) parameters = trained(graph), sum.resize(parameters.size());  // the call may have exchanged them
-      const auto of_part = torch::autograd::grad({loss}, parameters, {}, std::nullopt, false, /*allow_unused=*/true);
+      const auto of_part = run_backward_of(graph.graph(), [&] {
+        return torch::autograd::grad({loss}, parameters, {}, std::nullopt, false, /*allow_unused=*/true);
+      });
       for (size_t i = 0; i < sum.size(); ++i) {
         if (!of_part[i].defined()) continue;
         sum[i] = sum[i].defined() ? sum[i] + of_part[i] : of_part[i];

@@ -1,0 +1,24 @@
+// Autograd's error about a value that was written after an operator had kept it for its backward, which names no node.
+#pragma once
+
+#include <exception>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// Throws again what `error` is, in a backward of the graph's values: that error with the nodes that write in place,
+// those first that write what the operator it names has returned; any other as it is. Call it within a catch block.
+[[noreturn]] void rethrow_with_writes(const Graph& graph, const std::exception& error);
+
+// Runs a backward of the graph's values. Throws Error(ExecutionFailed) for a kept value that was written.
+template <class Run>
+auto run_backward_of(const Graph& graph, const Run& run) {
+  try {
+    return run();
+  } catch (const std::exception& error) {
+    rethrow_with_writes(graph, error);
+  }
+}
+
+}  // namespace plumb
