@@ -209,9 +209,10 @@ TEST(TrackScales, HandsTensorsOnWhenTheTrackerIsGone) {
 TEST(TrackScales, MeasuresCopiesApart) {
   auto tracked = track_scales(small());
   auto copy = std::dynamic_pointer_cast<TransformedModule>(tracked->clone());
-  copy->run({randn_there({16, 8}), there(at::arange(16))});
+  copy->run({randn_there({16, 8}), there(at::arange(16))})[0].toTensor().sum().backward();
   EXPECT_FALSE(scales_graph(*tracked).find("y")->metrics);
   EXPECT_TRUE(scales_graph(*copy).find("y")->metrics);
+  EXPECT_TRUE(scales_graph(*copy).find("x")->metrics->bwd) << "of an input that requires no gradient";
 }
 
 TEST(TrackScales, NestsWithTheOtherTransformsInEveryOrder) {

@@ -164,7 +164,7 @@ std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
   std::lock_guard lock(mutex_);
   for (const Slot& slot : slots_) {
     Slot& made = copy->slots_.emplace_back();
-    made.input = slot.input;
+    made.input = slot.input, made.probed = slot.probed;
     made.wanted = slot.wanted;
   }
   copy->enabled_ = enabled_.load();
