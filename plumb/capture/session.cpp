@@ -95,7 +95,9 @@ Session::Session(const CaptureRequest& r, Attempt& a)
       attempt(a),
       module_state_(r.state, r.inputs),
       recorder(r, module_state_),
-      guards(recorder, module_state_, a) {}
+      guards(recorder, module_state_, a) {
+  module_state_.expect_no_backward();
+}
 
 Session::~Session() { stop(); }
 
@@ -146,6 +148,7 @@ void Session::stop() {
 
 void Session::pause() {
   attempt.need_values();
+  module_state_.note_backward();
   current_session = nullptr;
   c10::impl::tls_set_dispatch_key_included(kCaptureKey, false);
 }
@@ -277,6 +280,7 @@ struct Session::Call {
 };
 
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (torch::autograd::get_current_node()) module_state_.note_backward();
   // Inside vmap or torch.func.grad the operator works on wrappers; its calls on plain tensors come back here.
   if (works_on_wrappers(op, *stack) || inside_layers()) {
     const auto leave = c10::make_scope_exit([this, outer = inside_torch_func_] { inside_torch_func_ = outer; });
@@ -348,11 +352,13 @@ void Session::record_call(Call& call) {
       call.unrecorded = true;
     if (call.op.hasTag(at::Tag::nondeterministic_seeded)) call.from_constants = false;
     before_write(call.op, *call.stack);
+    const OperatorFacts& facts = operator_facts(call.name);
+    if (facts.opaque || facts.name.empty()) module_state_.note_backward();  // nobody sees what runs in it
     record.dynamic = guards.results_have_dynamic_sizes(call.op, call.name, record.args, args, call.from_constants);
     if (!call.composite) {
       if (attempt.mode.skip_compute && !call.from_constants && fake_result(call.op, call.name, call.stack))
         attempt.skipped = true;
-      else if (operator_facts(call.name).opaque)
+      else if (facts.opaque)
         run_opaque(call.op, call.stack);
       else
         call.op.callBoxed(*call.stack);

@@ -61,7 +61,7 @@ void ModuleStateGuard::keep_generator(const at::Device& device) {
 ModuleStateGuard::~ModuleStateGuard() {
   put_contents_back();
   for (auto& [parameter, grad, version] : grads_) {
-    if (!parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
+    if (may_write_gradient(parameter) && !parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
   }
   put_generators_back();
 }
@@ -94,6 +94,7 @@ std::vector<at::Generator> ModuleStateGuard::generators() const {
 
 at::Tensor ModuleStateGuard::find_changed_gradient() const {
   for (const auto& [parameter, grad, version] : grads_) {
+    if (!may_write_gradient(parameter)) continue;
     const at::Tensor& now = parameter.grad();
     if (!now.is_same(grad) || version_of(now) != version) return parameter;
   }

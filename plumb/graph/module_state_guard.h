@@ -36,6 +36,11 @@ class ModuleStateGuard {
   // Puts contents, and random state, back before the end. The run may go on.
   void put_contents_back();
   void put_generators_back();
+  // For runs that say by note_backward() that they run, or may run, a backward. Until then gradients of parameters of
+  // the CPU are those of other threads: they are neither changed nor put back. (A device's backward has a thread of its
+  // own.)
+  void expect_no_backward() { backward_ = false; }
+  void note_backward() { backward_ = true; }
   // Returns the generators whose state is kept, the CPU's first.
   std::vector<at::Generator> generators() const;
   // Returns the first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors
@@ -49,6 +54,7 @@ class ModuleStateGuard {
   bool was_written(int index) const { return contents_.count(index) != 0; }
 
  private:
+  bool may_write_gradient(const at::Tensor& parameter) const { return backward_ || !parameter.is_cpu(); }
   void keep_generator(const at::Device& device);
 
   struct Watched {
@@ -72,6 +78,7 @@ class ModuleStateGuard {
     uint64_t seed;     // at first
   };
   std::vector<Gradient> grads_;
+  bool backward_ = true;
   std::vector<Drawn> generators_;
 };
 

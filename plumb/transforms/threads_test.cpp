@@ -143,6 +143,30 @@ TEST(Threads, CaptureModulesOfTheirOwnTogether) {
     }
   });
 }
+TEST(Threads, CaptureAModuleBesideItsBackwards) {
+  constexpr int kCalls = 6 * kRounds;
+  torch::manual_seed(1);
+  Net net;
+  const at::Tensor x = at::ones({5, 8});
+  const auto backwards = [&](int calls) {
+    for (int i = 0; i < calls; ++i) net(x).sum().backward();
+  };
+  std::thread([&] {
+    at::set_num_threads(1);
+    backwards((kThreads - 1) * kCalls);
+  }).join();
+  std::vector<at::Tensor> want;
+  for (const at::Tensor& p : net->parameters()) {
+    want.push_back(p.grad());
+    p.mutable_grad().reset();
+  }
+  together([&](int t) {
+    if (t) return backwards(kCalls);
+    for (int i = 0; i < kCalls; ++i) EXPECT_NO_THROW(capture(net, x)) << i;
+  });
+  size_t next = 0;
+  for (const auto& p : net->named_parameters()) EXPECT_TRUE(at::equal(p.value().grad(), want[next++])) << p.key();
+}
 TEST(Threads, RefuseOtherShapesBesideThreadsThatRun) {
   const auto module = captured();
   const at::Tensor x = at::ones({5, 8}), other = at::ones({6, 8}), want = (*captured())(x);

@@ -175,6 +175,31 @@ def beside_a_capture(model, inside, done, body):
         captures.join()
 
 
+def test_a_backward_of_another_thread_is_not_the_captured_forwards(inputs):
+    layer, inside, done, made = nn.Linear(8, 4), threading.Event(), threading.Event(), []
+
+    class Waiting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            inside.set()
+            assert done.wait(600)
+            return self.layer(x)
+
+    model = Waiting()
+    captures = threading.Thread(target=lambda: made.append(plumb.capture(model, inputs[0])))
+    captures.start()
+    assert inside.wait(600)
+    layer(inputs[1]).sum().backward()
+    gradient = layer.weight.grad.clone()
+    done.set()
+    captures.join()
+    assert torch.equal(made[0](inputs[0]), layer(inputs[0]))
+    assert torch.equal(layer.weight.grad, gradient)
+
+
 def test_a_part_that_two_threads_need_first_is_made_by_one_of_them(inputs):
     part, inside, go = plumb.transforms.unit_scale(net()), threading.Event(), threading.Event()
 
