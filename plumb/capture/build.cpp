@@ -373,8 +373,11 @@ void Session::refuse_gradients() {
 
 void Session::refuse_seeds() {
   if (!module_state_.was_seeded()) return;
-  recorder.refuse("the forward sets torch's random state, and a graph draws from the state that it finds",
-                  "set it before the call; for draws that stay the same keep them in a buffer");
+  recorder.refuse(
+      "the forward, or another thread beside it, sets torch's random state, and a graph draws from the state that it "
+      "finds",
+      "set it before the call, and capture while no other thread does; for draws that stay the same keep "
+      "them in a buffer");
 }
 
 void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& outputs) {

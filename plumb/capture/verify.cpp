@@ -9,6 +9,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/module_state_guard.h"
+#include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
 namespace {
@@ -49,7 +50,10 @@ std::vector<Result> run_with_gradients(
     const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&, Buffers&)>& call) {
   const ModuleStateGuard restore(request.state, request.inputs);
   at::AutoGradMode grad(true);
-  at::manual_seed(1234);
+  {
+    const auto draws = lock_seeded_draws();
+    at::manual_seed(1234);
+  }
   std::vector<at::Tensor> leaves;
   std::vector<std::string> names;  // descriptions of the leaves' gradients
   auto watch = [&](const at::Tensor& leaf, const std::string& name) {

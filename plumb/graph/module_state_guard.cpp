@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "plumb/graph/aliases.h"
+#include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
 namespace {
@@ -80,10 +81,7 @@ void ModuleStateGuard::put_contents_back() {
 }
 
 void ModuleStateGuard::put_generators_back() {
-  for (auto& [generator, state, seed] : generators_) {
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(state);
-  }
+  for (const auto& [generator, state, seed] : generators_) set_generator_state(generator, state);
 }
 
 std::vector<at::Generator> ModuleStateGuard::generators() const {

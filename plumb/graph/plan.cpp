@@ -121,6 +121,8 @@ struct Plan::Impl {
             stack.emplace_back(fetch(*slot, regs));
           }
         }
+        const bool seeded = in.random && nodes_are_seeded();
+        const auto draws = seeded ? lock_seeded_draws() : std::unique_lock<std::recursive_mutex>();
         const bool by_rows = in.by_rows && run_by_rows(in.random, in.op, stack);
         if (in.random && !by_rows) seed_node(in.random);
         if (!by_rows) in.op.callBoxed(stack);

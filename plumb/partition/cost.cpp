@@ -18,6 +18,7 @@
 #include "plumb/graph/plan.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/partition/pipe_split.h"
+#include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
 namespace {
@@ -279,7 +280,7 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
     throw Error(ErrorKind::InvalidArgument, str("a cost is measured at least once, not ", repeats, " times"));
   auto copy = module.deep_copy();
   auto generator = at::detail::getDefaultCPUGenerator();
-  const auto saved = generator.get_state();
+  const auto saved = generator_state(generator);
   GraphCost cost;
   ValueMetas metas;
   std::unordered_map<const Node*, size_t> position;
@@ -323,7 +324,7 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
     c.forward = forward, c.backward = backward;
     return out;
   });
-  generator.set_state(saved);
+  set_generator_state(generator, saved);
   return cost;
 }
 

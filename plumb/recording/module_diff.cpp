@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <mutex>
 #include <set>
 #include <utility>
 
@@ -99,11 +98,8 @@ void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModu
   const at::AutoGradMode with_gradients(true);
   ModuleStateGuard guard(module.state(), {});
   guard.keep_written(module.graph(), module.state());
-  std::vector<at::Generator> generators = guard.generators();
-  for (at::Generator& generator : generators) {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_current_seed(1);
-  }
+  const std::vector<at::Generator> generators = guard.generators();
+  for (const at::Generator& generator : generators) set_generator_seed(generator, 1);
   const NodeSeeds seeds(1, generators);
   for (const Attr& attr : module.state()) {
     const bool has_gradient = attr.tensor.defined() && attr.tensor.requires_grad() && attr.tensor.is_leaf();

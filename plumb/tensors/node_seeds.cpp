@@ -4,7 +4,6 @@
 #include <ATen/ops/split.h>
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include "plumb/core/mix_bits.h"
@@ -37,10 +36,8 @@ void seed_node(std::uint64_t node, std::int64_t row) {
   if (!seeds_of_run) return;
   const std::int64_t number = (rows_of_run ? rows_of_run->first : 0) + row;
   const std::uint64_t of_row = mix_seeds(seeds_of_run->seed_, static_cast<std::uint64_t>(number));
-  for (at::Generator& generator : seeds_of_run->generators_) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_current_seed(mix_seeds(of_row, node));
-  }
+  for (const at::Generator& generator : seeds_of_run->generators_)
+    set_generator_seed(generator, mix_seeds(of_row, node));
 }
 
 bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {
@@ -82,5 +79,28 @@ bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<
 }
 
 bool nodes_are_seeded() { return seeds_of_run != nullptr; }
+
+std::unique_lock<std::recursive_mutex> lock_seeded_draws() {
+  static auto& draws = *new std::recursive_mutex;  // an opaque function may run a graph; outlives threads
+  return std::unique_lock(draws);
+}
+
+at::Tensor generator_state(at::Generator generator) {
+  const auto draws = lock_seeded_draws();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_generator_state(at::Generator generator, const at::Tensor& state) {
+  const auto draws = lock_seeded_draws();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+void set_generator_seed(at::Generator generator, std::uint64_t seed) {
+  const auto draws = lock_seeded_draws();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
 
 }  // namespace plumb

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <mutex>
 #include <string_view>
 #include <vector>
 
@@ -12,7 +13,8 @@ namespace plumb {
 
 // While it lives, plans that run on this thread seed these generators anew for every random node, from `seed`, the
 // first of the running rows (run_rows.h) and the node's name. Names stay when a graph is cut, so a node draws the same
-// numbers in the whole and in any stage. The generators' states are afterwards those of the last node.
+// numbers in the whole and in any stage. The generators' states are afterwards those of the last node. Threads with
+// seeds of their own draw what each draws alone.
 //
 // Dropout draws row by row where the number of running rows is known, so that its masks do not depend on how the batch
 // is cut into microbatches (run_by_rows()).
@@ -43,5 +45,13 @@ void seed_node(std::uint64_t node, std::int64_t row = 0);
 bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
 // Returns whether a NodeSeeds lives on this thread.
 bool nodes_are_seeded();
+
+// Keeps seeded nodes of other threads from drawing while it is held. The generators are those of the process: a node is
+// seeded and draws under one lock. Threads that draw without a NodeSeeds are not kept from it.
+std::unique_lock<std::recursive_mutex> lock_seeded_draws();
+// Each function takes that lock and the generator's own.
+at::Tensor generator_state(at::Generator generator);
+void set_generator_state(at::Generator generator, const at::Tensor& state);
+void set_generator_seed(at::Generator generator, std::uint64_t seed);
 
 }  // namespace plumb

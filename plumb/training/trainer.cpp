@@ -12,6 +12,7 @@
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/broadcast.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/tensors/node_seeds.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/plan/dry_run.h"
 #include "plumb/training/recovery/audit.h"
@@ -96,7 +97,10 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
       job_(*own_job_) {
   const auto threads = with_threads(o_);
-  torch::manual_seed(static_cast<uint64_t>(o_.seed));
+  {
+    const auto draws = lock_seeded_draws();
+    torch::manual_seed(static_cast<uint64_t>(o_.seed));
+  }
   const auto prepare = [&] { job_ = prepare_job(o_, std::move(parts), hooks_); };
   if (!session && o_.processes() > 1)
     before_meeting(prepare);

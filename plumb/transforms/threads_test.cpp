@@ -1,5 +1,6 @@
 // One module, several threads, from its first call on. `make sanitize SANITIZER=thread` runs these under
 // ThreadSanitizer.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,9 +11,11 @@
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/tensors/node_seeds.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/scale/unit_scale.h"
 #include "plumb/transforms/track/track_scales.h"
+#include "plumb/transforms/verdict/verdict.h"
 
 namespace plumb {
 namespace {
@@ -130,6 +133,48 @@ TEST(Threads, StochasticRoundingDrawsFromTheGeneratorOfTheProcess) {
       ASSERT_LT(i, alone.size()) << "no such seed in one thread";
       found[i] = true;
     }
+  }
+}
+// The generator is that of the process: another thread's node may not draw between a node's seed and its draw.
+TEST(Threads, DrawSeededNodesWithTheBitsOfOneThread) {
+  torch::manual_seed(1);
+  Net net;
+  const at::Tensor x = at::randn({5, 8});
+  const auto dropped = [&](const at::Tensor& in) { return at::dropout(net(in), 0.5, true); };
+  const auto module = simulate_fp8(capture_call(*net, dropped, {}, x));
+  const auto parameters = parameters_of(*module);
+  const auto seeded = [&](int t) {
+    const NodeSeeds seeds(static_cast<uint64_t>(t), {at::detail::getDefaultCPUGenerator()});
+    return step(*module, parameters, x);
+  };
+  std::vector<std::vector<at::Tensor>> want;
+  for (int t = 0; t < kThreads; ++t) want.push_back(seeded(t));
+  together([&](int t) {
+    for (int i = 0; i < 20 * kRounds; ++i) {
+      const auto got = seeded(t);
+      for (size_t k = 0; k < got.size(); ++k) ASSERT_TRUE(at::equal(got[k], want[t][k])) << t << " " << i << " " << k;
+    }
+  });
+}
+TEST(Threads, FindTheVerdictOfOneThread) {
+  torch::manual_seed(1);
+  Net net(32);
+  const at::Tensor x = at::randn({64, 32}), y = at::randn({64, 4});
+  const auto dropped = [&](const at::Tensor& in) { return net(at::dropout(in, 0.5, true)); };
+  const auto module = capture_call(*net, dropped, {}, x);
+  const auto find = [&] {
+    const Verdict::Part part = [&](GraphModule& graph) { return at::mse_loss(graph(x), y); };
+    return verdict(*module, {{part}}, {.recipes = {"fp8"}, .explain = false}).to_json().dump();
+  };
+  std::string want;
+  std::vector<std::string> got(kThreads);
+  std::thread([&] {
+    at::set_num_threads(1);
+    want = find();
+  }).join();
+  for (int round = 0; round < kRounds; ++round) {
+    together([&](int t) { got[t] = find(); });
+    for (const std::string& each : got) ASSERT_EQ(each, want) << round;
   }
 }
 TEST(Threads, CaptureModulesOfTheirOwnTogether) {

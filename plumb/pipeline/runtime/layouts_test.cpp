@@ -1,9 +1,11 @@
 // Steps at every number of stages and replicas, under every schedule, have the same bits.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <sstream>
+#include <thread>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/plan.h"
@@ -184,6 +186,33 @@ TEST(Layouts, OfATiedGptWithDropoutHaveTheSameBits) {
                                           {4, RunLayout{2, 2, kGroups, "ZBH1"}},
                                           {4, RunLayout{4, 2, kGroups, "Interleaved1F1B"}}})
     expect_equal_over_processes(layout, processes, expected);
+}
+
+// All pipelines of a process draw from its one generator.
+TEST(Layouts, OfPipelinesInTheirOwnThreadsHaveTheBitsOfOneThread) {
+  constexpr int kThreads = 4, kSteps = 6;
+  const RunLayout layout{.stages = 4, .schedule = "LoopedBFS"};
+  std::vector<std::shared_ptr<Pipe>> pipes;
+  for (int t = 0; t <= kThreads; t++) pipes.push_back(cut_gpt(layout));
+  std::vector<Tensors> inputs;
+  for (int m = 0; m < kMicrobatchesOfAll; m++) inputs.push_back(inputs_of(layout, 0, m));
+  const auto train = [&](const Pipe& pipe) {
+    at::set_num_threads(1);
+    const Schedule schedule = make_schedule(layout.schedule, 1, kMicrobatchesOfAll, layout.stages);
+    PipelineOptions options;
+    options.seed = layout.seed;
+    Pipeline pipeline(pipe.table(), schedule, stages_of_rank(pipe, schedule, 0), {}, options);
+    std::string bits;
+    for (int step = 0; step < kSteps; step++)
+      bits += bits_of(pipeline.step_microbatches(inputs).loss.reshape({1})) + " ";
+    return bits;
+  };
+  std::vector<std::string> found(pipes.size());
+  std::thread([&] { found[kThreads] = train(*pipes[kThreads]); }).join();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; t++) threads.emplace_back([&, t] { found[t] = train(*pipes[t]); });
+  for (std::thread& thread : threads) thread.join();
+  for (int t = 0; t < kThreads; t++) EXPECT_EQ(found[t], found[kThreads]) << t;
 }
 
 TEST(Layouts, OfReplicatedWeightsHaveTheSameBitsForEveryNumberOfReplicas) {

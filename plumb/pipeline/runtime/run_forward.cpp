@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -73,10 +72,7 @@ void StageRunner::seed_generator(int stage, int m) const {
   if (!setup.options.seed) return;
   const std::uint64_t seed =
       mix_seeds(mix_seeds(seed_of_step(), place_of_microbatch(m)), static_cast<std::uint64_t>(stage));
-  for (at::Generator& generator : generators()) {
-    std::lock_guard lock(generator.mutex());
-    generator.set_current_seed(seed);
-  }
+  for (const at::Generator& generator : generators()) set_generator_seed(generator, seed);
 }
 
 std::vector<at::Generator> StageRunner::generators() const {

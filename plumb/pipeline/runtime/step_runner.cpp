@@ -12,6 +12,7 @@
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/lower.h"
 #include "plumb/tensors/deferred_checks.h"
+#include "plumb/tensors/node_seeds.h"
 
 namespace plumb {
 namespace {
@@ -402,7 +403,7 @@ StepResult StepRunner::run(const std::vector<Tensors>& in, const std::vector<Ten
   std::vector<std::pair<at::Generator, at::Tensor>> generator_states;
   if (setup_.options.seed)
     for (const at::Generator& generator : runner_.generators())
-      generator_states.emplace_back(generator, generator.get_state());
+      generator_states.emplace_back(generator, generator_state(generator));
   struct Cleanup {
     StageRunner& s;
     std::vector<std::pair<at::Generator, at::Tensor>> generators;
@@ -412,7 +413,7 @@ StepResult StepRunner::run(const std::vector<Tensors>& in, const std::vector<Ten
         stage.gradients->end_step();
       }
       s.batch.inputs = s.batch.targets = nullptr;
-      for (auto& [generator, before] : generators) generator.set_state(before);
+      for (const auto& [generator, before] : generators) set_generator_state(generator, before);
     }
   } cleanup{runner_, std::move(generator_states)};
   c10::AutoGradMode grad_mode(train);

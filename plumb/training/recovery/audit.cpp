@@ -387,7 +387,7 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
   stage->module()->set_state(weights);
   const at::AutoGradMode with_gradients(true);
   at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const auto before = generator.get_state();
+  const auto before = generator_state(generator);
   const uint64_t seed = mix_seeds(*job_.pipeline.seed, static_cast<uint64_t>(now_ - 2));
   Tensors inputs;
   for (const at::Tensor& input : received_->inputs)
@@ -408,7 +408,7 @@ std::vector<std::pair<std::string, uint64_t>> Auditor::computed_again() {
     grads.push_back(grad.to(ranks_.device));
   }
   if (!ends.empty()) stage_backward(ends, grads, boundary);
-  generator.set_state(before);
+  set_generator_state(generator, before);
   auto seen = stage->take();
   return std::move(seen.hashes);
 }
