@@ -125,6 +125,13 @@ bool same_places(const std::vector<Hash>& a, const std::vector<Hash>& b) {
   return std::ranges::equal(a, b, {}, place, place);
 }
 
+std::set<int64_t> stages_with(const Parts& parts) {
+  std::set<int64_t> stages;
+  for (const auto& [rows, hashes] : parts)
+    for (const Hash& each : hashes) stages.insert(each.tensor->stage);
+  return stages;
+}
+
 // The whole batch's hash from those of its parts; nothing if ranks differ.
 struct Whole {
   int64_t words = 0;
@@ -151,6 +158,12 @@ class StepDiff {
   void compare(const Line& line, const Parts& a, const Parts& b) {
     const HistoryTensor& tensor = report_.tensors[line.tensor].tensor;
     Difference place{line.tensor, kind_of(tensor, line.backward), step_};
+    // A gradient of what several stages use is one part a stage, which another cut has not.
+    if (const auto in_a = stages_with(a), in_b = stages_with(b);
+        line.backward && in_a != in_b && std::max(in_a.size(), in_b.size()) > 1) {
+      ++report_.not_comparable;
+      return;
+    }
     // A run may not know its rows: as many microbatches are then taken for the same ones.
     const auto unknown = [](const Parts& parts) {
       return std::ranges::all_of(parts | std::views::keys, [](const auto& rows) { return rows.second == 0; });

@@ -154,8 +154,8 @@ Table DiffReport::table(size_t most) const {
 std::string DiffReport::to_text() const {
   std::string text = conclusion() + "\n" + statement() + "\n";
   if (not_comparable > 0)
-    text +=
-        c10::str(not_comparable, " tensors cannot be compared, as the microbatches have other rows, or lack some.\n");
+    text += c10::str(not_comparable, " tensors cannot be compared, as the microbatches have other rows, or lack some, ",
+                     "or other stages have a part of a gradient each.\n");
   if (!only_a.empty()) text += "Only in " + a + ": " + few(only_a) + "\n";
   if (!only_b.empty()) text += "Only in " + b + ": " + few(only_b) + "\n";
   if (first) text += "\n" + plumb::to_text(table());

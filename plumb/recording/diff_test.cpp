@@ -117,6 +117,28 @@ TEST_F(Diffs, ABufferThatForwardsWriteIsComparedTurnByTurnWhicheverRankHasIt) {
   EXPECT_EQ(diff(staged, whole).differing, 1);
 }
 
+TEST_F(Diffs, AGradientOfWhatSeveralStagesUseIsComparedWithThatOfTheSameStagesAlone) {
+  History whole;
+  whole.tensors = {{.name = "x", .operation = "input"}};
+  whole.hashes = {{1, {{0, false, 0, 4, 4, 11}, {0, true, 0, 4, 4, 12}}}};
+  History staged = whole;  // each stage has a part of the gradient
+  staged.tensors = {{.name = "x", .operation = "input", .stage = 0, .rank = 0},
+                    {.name = "x", .operation = "input", .stage = 1, .rank = 1}};
+  staged.hashes = {
+      {1, {{0, false, 0, 4, 4, 11}, {1, false, 0, 4, 4, 11}, {0, true, 0, 4, 4, 5}, {1, true, 0, 4, 4, 7}}}};
+  History elsewhere = staged;
+  elsewhere.tensors[1].stage = elsewhere.tensors[1].rank = 2;
+  for (const auto& [a, b] : {std::pair(whole, staged), std::pair(staged, whole), std::pair(staged, elsewhere)}) {
+    EXPECT_TRUE(diff(a, b).equal()) << diff(a, b).to_text();
+    EXPECT_EQ(diff(a, b).not_comparable, 1);
+  }
+  History wrong = staged;
+  wrong.hashes[0].hashes[3].hash = 8;
+  EXPECT_EQ(diff(staged, wrong).first->stage, 1);
+  wrong.hashes[0].hashes[1].hash = 10;  // the value itself is compared everywhere
+  EXPECT_EQ(diff(whole, wrong).first->stage, 1);
+}
+
 TEST_F(Diffs, ReplicasMayDifferInWhatTheirOwnMicrobatchesWroteIntoBuffers) {
   History whole;
   whole.tensors = {{.name = "norm.mean", .operation = "buffer"}};

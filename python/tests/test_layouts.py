@@ -35,10 +35,10 @@ def write_net(net, given, rows, folder):
         torch.save(rows(), folder / name)
 
 
-def audits(folder):
+def audits(folder, *options):
     """Returns what an audit of every step of two stages finds."""
     words = "train net.pt2 --data x.pt --targets y.pt --loss mse --threads 1 --steps 8 --microbatches 2 --json --stages 2"
-    told = layout_runs.run([*words.split(), "--audit", "--audit-every", "1", "--max-restarts", "8"], folder)
+    told = layout_runs.run([*words.split(), *options, "--audit", "--audit-every", "1", "--max-restarts", "8"], folder)
     return [event for event in told if "audit" in event]
 
 
@@ -111,3 +111,23 @@ def test_an_audit_finds_nothing_in_a_sound_run_whose_weights_lie_in_columns(tmp_
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
     write_net(net, torch.randn(4, 5), lambda: torch.randn(16, 5), tmp_path)
     assert not audits(tmp_path)
+
+
+class Tempered(nn.Module):
+    """A later stage has a parameter of the name that torch.export gives the value it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mul = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.second(self.first(x) * 2.0) * self.mul
+
+
+def test_an_audit_tells_a_parameter_from_a_value_of_its_name(tmp_path):
+    torch.manual_seed(0)
+    given = torch.randn(4, 4)
+    write_net(Tempered(), given, lambda: torch.randn(16, 4), tmp_path)
+    torch.export.save(torch.export.export(Tempered(), (given,)), tmp_path / "net.pt2")
+    assert not audits(tmp_path, "--at", "second")

@@ -123,12 +123,13 @@ void AuditedStage::watch(int microbatch) {
   watched_stage_ = std::make_unique<GraphStage>(made, table_, index_);
   for (const TrackedTensor& each : tracked_tensors(*made, *tracker_)) {
     ScaleTracker::Wanted wanted{.forward = false, .backward = false, .metrics = false};
+    const bool input = each.tensor.operation == "input";
     if (std::ranges::count(outputs_, each.slot) > 0) {
       wanted.forward = wanted.backward = wanted.keep = true;
-    } else if ((each.tensor.operation == "input" && !summed.contains(each.slot)) ||
-               each.tensor.operation == "parameter") {
+    } else if ((input && !summed.contains(each.slot)) || each.tensor.operation == "parameter") {
       wanted.backward = wanted.hash = true;
-      hashed_.emplace_back(each.slot, "the gradient of " + each.tensor.name);
+      // A parameter may have the name of a value that the stage gets.
+      hashed_.emplace_back(each.slot, (input ? "the gradient of the input " : "the gradient of ") + each.tensor.name);
     }
     tracker_->want(each.slot, wanted);
   }
