@@ -326,10 +326,6 @@ int train_command(const TrainOptions& o) {
     throw UsageError("--spares: " + environment->launcher + " starts the processes",
                      "leave it out; under torchrun, ranks that the layout does not need are spares");
   }
-  if (others_start && !on_hosts && o.max_restarts > 0 && !o.recut && environment->rank == 0) {
-    std::cerr << "plumb: --max-restarts: makes up for no lost rank, for " << environment->launcher
-              << " starts the processes" << std::endl;
-  }
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && !on_hosts && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)

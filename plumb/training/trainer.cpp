@@ -8,6 +8,7 @@
 #include <exception>
 
 #include "plumb/core/join.h"
+#include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/launch/spare_ranks.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/transport/broadcast.h"
@@ -127,7 +128,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   if (o_.audit) {
     auditor_ = std::make_unique<Auditor>(o_, job_, ranks_, *step_, session_ ? &session_->copies : nullptr,
                                          [this](const event::AuditFailed& found) { reports_->emit(found); });
-    if (!auditor_->left_out().empty()) reports_->emit(event::LogProblem{auditor_->left_out()});
+    if (!auditor_->left_out().empty() && ranks_.is_first()) reports_->emit(event::LogProblem{auditor_->left_out()});
   }
   if (!o_.hashes.empty()) {
     open_file("--hashes",
@@ -356,6 +357,11 @@ TrainResult Trainer::Run::run() {
   if (ranks_.is_first() && !edge_) {
     reports_->started();
     if (!machines_.empty()) reports_->emit(event::LogProblem{machines_});
+    if (!session_ && o_.max_restarts > 0) {
+      const auto place = discover_ranks();
+      reports_->emit(event::LogProblem{"--max-restarts: makes up for no lost rank, for " +
+                                       (place ? place->launcher + " starts the processes" : "this process is alone")});
+    }
     for (const std::string& problem : damaged_) reports_->emit(event::CheckpointProblem{problem});
     if (session_ && !session_->copies.missing().empty())
       reports_->emit(event::LogProblem{"no process that is left has the state of " + session_->copies.missing()});

@@ -424,6 +424,12 @@ def test_a_trainer_warns_of_problems_that_no_hook_takes(folder):
         trainer.run()
 
 
+def test_a_trainer_says_that_it_makes_up_for_no_lost_rank(folder):
+    lasting = {"save": folder / "t.pt2", "checkpoints": folder / "run", "max_restarts": 2}
+    with pytest.warns(UserWarning, match="--max-restarts: makes up for no lost rank, for this process is alone"):
+        plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", steps=1, **lasting).run()
+
+
 def test_a_trainer_says_what_it_is_and_how_far(folder):
     trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", **OPTIONS)
     assert repr(trainer) == f"<Trainer of {folder / 'lm.pt2'}: not run yet>"

@@ -205,10 +205,10 @@ Auditor::Auditor(const TrainOptions& o, TrainJob& job, const TrainRanks& ranks, 
       gap_(largest_gap(job.schedule, ranks.rank())) {
   if (copies_ != nullptr && copies_->are_shared()) {
     transport_ = std::make_unique<Transport>(ranks.world);
-  } else if (copies_ != nullptr) {
-    left_out_ =
-        "--audit: ranks of several hosts do not see each other's weights, so that only the state is audited, and no "
-        "microbatch runs again";
+  } else if (ranks.world.size() > 1) {
+    left_out_ = c10::str("--audit: ", copies_ != nullptr ? "ranks of several hosts do" : "a rank of this launcher does",
+                         " not see other ranks' weights, so that only the state is audited, and no microbatch runs "
+                         "again");
   }
   for (const auto& [index, stage] : step_.stages())
     for (const NamedTensor& each : stage->written_state()) changing_.insert(each.tensor.unsafeGetTensorImpl());
