@@ -159,6 +159,7 @@ TEST_F(Outputs, OfOneCommandAreFilesOfTheirOwn) {
         "track mlp.pt2 --input in.pt --svg two -o two", "track --history h.bin --svg two --html two",
         "plan mlp.pt2 --ranks 2 --csv two --svg two",
         "train lm.pt2 --data tokens.bin --timeline two.svg --page two.svg",
+        "train lm.pt2 --data tokens.bin --stages 2 --hashes two --csv two.rank1",
         "verdict lm.pt2 --data tokens.bin --html two -o two"}) {
     wrong(command, "is the same file as that of");
     EXPECT_FALSE(fs::exists(folder() / "two")) << command;

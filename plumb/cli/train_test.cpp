@@ -43,6 +43,12 @@ TEST_F(Train, RoundsWhatGoesFromStageToStage) {
   EXPECT_NEAR(wired.back(), plain.back(), 0.05 * plain.back());
   EXPECT_EQ(values(plumb(job + "--wire e4m3fn,e5m2 --schedule GPipe")), wired);
   EXPECT_EQ(values(plumb(job + "--wire e4m3fn,e5m2 --wire-exclude '*'")), plain);
+  this->wrong(job + "--wire-exclude '*'", "--wire-exclude: every value goes from stage to stage as it is");
+  const Ended unknown = plumb(job + "--wire e4m3fn,e5m2 --wire-exclude none");
+  const size_t remedy = unknown.err.find("exclude some of ");
+  ASSERT_NE(remedy, std::string::npos) << unknown.err;
+  const std::string name = unknown.err.substr(remedy + 16, unknown.err.find_first_of(",\n", remedy) - remedy - 16);
+  EXPECT_EQ(plumb(job + "--wire e4m3fn,e5m2 --wire-exclude " + name).code, 0) << name;
   const Ended wrong = plumb(job + "--wire mxfp8,e5m2");
   EXPECT_EQ(wrong.code, 2);
   EXPECT_NE(wrong.err.find("--wire: the wire format mxfp8 has no codes of one byte"), std::string::npos) << wrong.err;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/str.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/copy_node.h"
@@ -224,12 +225,15 @@ void Cutter::finish_outputs(int stage) {
 void Cutter::choose_wire() {
   const WireOptions& wire = options_.wire;
   for (const std::string& pattern : wire.exclude) {
-    bool known = false;
+    std::vector<std::string> crossing;
     for (const auto& values : exports_)
-      for (const Value* v : values) known = known || matches_pattern(pattern, v->name());
-    if (!known)
-      throw Error(ErrorKind::UnknownName, "no value that crosses between stages fits '" + pattern + "'", "",
-                  "a name of the wire's report");
+      for (const Value* v : values) crossing.push_back(v->name());
+    if (std::ranges::any_of(crossing, [&](const std::string& name) { return matches_pattern(pattern, name); }))
+      continue;
+    crossing.resize(std::min<size_t>(crossing.size(), 12));
+    throw Error(
+        ErrorKind::UnknownName, "no value that crosses between stages fits '" + pattern + "'", "",
+        crossing.empty() ? "exclude none: nothing goes from stage to stage" : "exclude some of " + join(crossing));
   }
   if (!wire.formats) return;
   check(wire.formats);

@@ -67,16 +67,15 @@ void check_outputs(const TrainOptions& o) {
   }
   const std::vector<std::string> inputs = {o.file,         o.data,     o.targets, o.mask, o.eval_data,
                                            o.eval_targets, o.schedule, o.record,  o.plan};
-  check_writable({{"--save", o.save},
-                  {"--options", o.options},
-                  {"--csv", o.csv},
-                  {"--page", o.page},
-                  {"--verdict-page", o.verdict_page},
-                  {"--verdict-recipe", o.verdict_recipe},
-                  {"--timeline", o.timeline},
-                  {"--history", o.history.empty() ? "" : history_file(o, 0)},
-                  {"--hashes", o.hashes.empty() ? "" : hashes_file(o, 0, {})}},
-                 inputs);
+  std::vector<std::pair<std::string, std::string>> outputs = {
+      {"--save", o.save},        {"--options", o.options},           {"--csv", o.csv},
+      {"--page", o.page},        {"--verdict-page", o.verdict_page}, {"--verdict-recipe", o.verdict_recipe},
+      {"--timeline", o.timeline}};
+  for (int rank = 0; rank < o.stages && !o.history.empty(); ++rank)
+    outputs.emplace_back("--history", history_file(o, rank));
+  for (int rank = 0; rank < o.processes() && !o.hashes.empty(); ++rank)
+    outputs.emplace_back("--hashes", hashes_file(o, rank, {}));
+  check_writable(outputs, inputs);
   check_folder("--dump", o.dump);
   check_folder("--tensorboard", o.tensorboard);
   check_folder("--checkpoints", o.checkpoints);
@@ -168,6 +167,8 @@ std::string hashes_file(const TrainOptions& o, int rank, std::optional<int64_t> 
 }
 
 void check_wire(const TrainOptions& o) {
+  if (o.wire.empty() && !o.wire_exclude.empty())
+    throw UsageError("--wire-exclude: every value goes from stage to stage as it is", "--wire e4m3fn,e5m2");
   if (o.stages > 1 || o.wire.empty()) return;
   throw UsageError("--wire: with one stage nothing goes from stage to stage", "--stages 2 or more, or no --wire");
 }
@@ -201,7 +202,7 @@ void cut_model(const TrainOptions& o, TrainJob& job) {
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
   if (job.plan) needed_by = "--plan " + o.plan;
   WireOptions wire;
-  if (o.stages > 1 || o.wire.empty()) wire.exclude = o.wire_exclude;
+  if (o.stages > 1) wire.exclude = o.wire_exclude;
   if (o.stages > 1 && !o.wire.empty()) wire.formats = {o.wire[0], o.wire[1]};
   CutOptions cuts{o.at, o.transmit, wire, job.plan ? job.plan->cut : std::vector<std::string>()};
   job.pipe = prefixed(job.plan ? needed_by + ": " : "", [&] {

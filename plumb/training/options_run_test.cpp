@@ -50,7 +50,7 @@ Checks checks_of_layout() {
          t.refuses(t.with("wire", {"e4m3fn,e5m2"}), "--wire: with one stage nothing goes from stage to stage");
        }},
       {"wire-exclude",
-       [](TrainingOptions& t) { t.refuses(t.with("wire-exclude", {"x*"}), "no value that crosses between stages"); }},
+       [](TrainingOptions& t) { t.refuses(t.with("wire-exclude", {"x*"}), "--wire-exclude: every value goes from"); }},
       {"schedule",
        [](TrainingOptions& t) {
          t.keeps("schedule", "GPipe");
