@@ -324,8 +324,10 @@ def test_the_memory_of_a_table_is_counted_action_by_action():
 
 
 def test_tables_are_refused_where_they_do_not_fit():
-    with pytest.raises(ValueError, match="2 stages on every rank"):
+    with pytest.raises(ValueError, match="2 stages on every rank") as refused:
         get_schedule_class("ZBVZeroBubble")(stand_ins(3, 2), 4)
+    assert "ScheduleInterleaved1F1B, which runs any number" in refused.value.remedy
+    get_schedule_class("Interleaved1F1B")(stand_ins(3, 2), 4)
     with pytest.raises(ValueError, match="no schedule named"):
         get_schedule_class("2F2B")
     table = search_schedule(3, 6, {"forward": 2, "input": 2, "weight": 1, "communication": 0.1}, memory_limit=3)

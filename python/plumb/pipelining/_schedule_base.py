@@ -354,7 +354,10 @@ class PipelineScheduleMulti(_PipelineSchedule):
         if traits["bidirectional"]:  # every stage is on two ranks
             fewest, most = 2 * fewest, 2 * most
         if not fewest <= here <= most:
-            raise InvalidValue(f"{self._name} runs {fewest} stages on every rank, and {here} were given")
+            raise InvalidValue(
+                f"{self._name} runs {fewest} stages on every rank, and {here} were given",
+                remedy=f"{fewest} stages for each rank, or ScheduleInterleaved1F1B, which runs any number",
+            )
         if traits["splits_backward"]:
             _check_torch_compile_compatibility(self._stages, type(self).__name__)
         per_rank = here // 2 if traits["bidirectional"] else here
