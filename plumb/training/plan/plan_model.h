@@ -43,8 +43,8 @@ struct PlannedModel {
   const ScheduleChoice* best_named() const;
   // Returns null if there is none of that name. "": the first that fits.
   const ScheduleChoice* find(const std::string& name) const;
-  // Returns what find() does. Throws Error(UnknownName) if none of that name was compared, and Error(InvalidArgument) if
-  // it cannot be had, or if none fits.
+  // Returns what find() does. Throws Error(UnknownName) if none of that name was compared, and Error(InvalidArgument)
+  // if it cannot be had, or if none fits.
   const ScheduleChoice& choose(const std::string& name) const;
   // Returns the one that needs the least memory, within the limit or not. Throws Error(Partition) if none can be had.
   const ScheduleChoice& least_memory() const;
