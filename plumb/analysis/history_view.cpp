@@ -138,8 +138,11 @@ std::string local_name(const HistoryTensor& tensor) {
 void check_recorded(const HistoryView& view) {
   for (const HistoryRun& run : view.runs) {
     if (run.history.steps.empty()) {
-      throw Error(ErrorKind::InvalidState, "the history of \"" + run.name + "\" has no recorded step", "",
-                  "record with rules that fit some tensor, and call step() after each step");
+      const bool hashes = !run.history.hashes.empty();
+      throw Error(ErrorKind::InvalidState,
+                  "the history of \"" + run.name + "\" has no recorded step" + (hashes ? ", but hashes" : ""), "",
+                  hashes ? "compare it with another's: plumb diff"
+                         : "record with rules that fit some tensor, and call step() after each step");
     }
   }
 }

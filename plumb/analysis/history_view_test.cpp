@@ -249,6 +249,21 @@ TEST_F(Browser, AHistoryWithoutGradientsShowsNoneOfTheirAxes) {
   EXPECT_THAT(open(one.html(), "--dump-dom"), AllOf(Not(HasSubstr(axis)), HasSubstr(of_values)));
 }
 
+TEST(HistoryViews, OfHashesAreForDiffs) {
+  const auto remedy_for = [](const History& history) {
+    try {
+      check_recorded({"view", {{"a", history}}, {}});
+    } catch (const Error& e) {
+      return e.remedy();
+    }
+    return std::string();
+  };
+  EXPECT_THAT(remedy_for({}), HasSubstr("rules"));
+  History history;
+  history.hashes.push_back({1, {}});
+  EXPECT_THAT(remedy_for(history), HasSubstr("plumb diff"));
+}
+
 TEST_F(Browser, MarksOfACurveThatHardlyMovesAreToldApart) {
   History history = made(4, 12, 0, -4);
   for (size_t s = 0; s < history.steps.size(); ++s)

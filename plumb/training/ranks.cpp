@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <chrono>
 
+#include "plumb/core/mix_bits.h"
 #include "plumb/graph/describe.h"
+#include "plumb/numerics/hash.h"
 #include "plumb/pipeline/launch/environment.h"
+#include "plumb/pipeline/transport/transport.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
 
@@ -48,6 +51,25 @@ TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   }
   ranks.groups = divide_into_replicas(ranks.world, static_cast<int>(o.replicas));
   return ranks;
+}
+
+void check_equal_batches(const ProcessGroup& world, const Batch& batch) {
+  if (world.size() == 1) return;
+  std::vector<at::Tensor> tensors = batch.inputs;
+  tensors.insert(tensors.end(), batch.targets.begin(), batch.targets.end());
+  uint64_t hash = 0;
+  for (const at::Tensor& tensor : tensors) {
+    hash = mix_seeds(hash, static_cast<uint64_t>(tensor.scalar_type()));
+    for (const int64_t size : tensor.sizes()) hash = mix_seeds(hash, static_cast<uint64_t>(size));
+    if (tensor.layout() == at::kStrided) hash = mix_seeds(hash, hash_of(tensor));
+  }
+  const std::vector<std::string> hashes = Transport(world).exchange(std::to_string(hash), "the first batch");
+  for (size_t rank = 1; rank < hashes.size(); ++rank) {
+    if (hashes[rank] == hashes[0]) continue;
+    throw Error(ErrorKind::InvalidArgument,
+                c10::str("the first batch of rank ", rank, " is another than that of rank 0"), "",
+                "equal batches on every rank, all rows of a step: no DistributedSampler, and one seed for a shuffle");
+  }
 }
 
 }  // namespace plumb

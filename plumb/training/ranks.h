@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "plumb/pipeline/transport/process_group.h"
+#include "plumb/training/data/samples.h"
 #include "plumb/training/options.h"
 
 namespace plumb {
@@ -26,5 +27,10 @@ void before_meeting(const std::function<void()>& prepare);
 // Meets the other ranks. `place`: this process's place in a generation of its launcher; null: its environment tells it.
 // Throws UsageError if the launcher started another number of processes than the options need.
 TrainRanks meet_ranks(const TrainOptions& options, const RankEnvironment* place);
+
+// Compares a batch's bits, sizes and dtypes over all ranks, which must call it between steps. Throws
+// Error(InvalidArgument) on every rank if one has another batch than rank 0: its part of a step would belong to other
+// rows.
+void check_equal_batches(const ProcessGroup& world, const Batch& batch);
 
 }  // namespace plumb

@@ -205,7 +205,11 @@ void Trainer::Run::make_recorder() {
 
 void Trainer::Run::train_step(int64_t step) {
   faults_->begin_step(step);
-  const Parts parts = cut_batch(o_, job_.batches->next(), parts_of_step(o_));
+  const Parts parts = [&] {
+    const Batch batch = job_.batches->next();
+    if (step == start_ + 1) check_equal_batches(ranks_.world, batch);
+    return cut_batch(o_, batch, parts_of_step(o_));
+  }();
   if (verdict_) {
     if (const auto report = verdict_->step(step - start_, step == o_.steps, parts)) {
       reports_->concluded(step, *report);

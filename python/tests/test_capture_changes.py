@@ -264,9 +264,13 @@ def test_a_backward_that_leaves_gradients_in_parameters_is_refused_by_name():
         given = x.detach().requires_grad_()
         return torch.autograd.grad(m.layer(given).sum(), given)[0] * 2
 
+    def sets(m, x):
+        m.layer.weight.grad = m.layer.weight * 2
+        return m.layer(x)
+
     x = torch.randn(3, 4)
-    model = Net(trains)
-    for before in (None, torch.ones(4, 4)):
+    for forward, before in [(trains, None), (trains, torch.ones(4, 4)), (sets, torch.ones(4, 4))]:
+        model = Net(forward)
         model.layer.weight.grad = before
         for capture in (plumb.capture, lambda m, x: plumb.transforms.track_scales(m)(x)):
             with pytest.raises(plumb.Error, match="leaves a gradient in 'layer.weight'.*\n.*\n.*torch.autograd.grad"):

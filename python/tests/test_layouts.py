@@ -1,7 +1,11 @@
 """Runs that die in one layout and go on in another: pairs of tools/layouts_table.py."""
 
+import os
+import warnings
+
 import layout_runs
 import pytest
+import ranks
 import torch
 from torch import nn
 
@@ -131,3 +135,26 @@ def test_an_audit_tells_a_parameter_from_a_value_of_its_name(tmp_path):
     write_net(Tempered(), given, lambda: torch.randn(16, 4), tmp_path)
     torch.export.save(torch.export.export(Tempered(), (given,)), tmp_path / "net.pt2")
     assert not audits(tmp_path, "--at", "second")
+
+
+def train_two_stages(rank, size, folder, port, batches):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    x, y = torch.load(folder / "x.pt"), torch.load(folder / "y.pt")
+    data = [(x[rows : rows + 4], y[rows : rows + 4]) for rows in batches[rank]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing keeps the weights
+        trainer = plumb.Trainer(folder / "net.pt2", data, loss="mse", steps=2, stages=size, microbatches=2, threads=1)
+        try:
+            return trainer.run().loss
+        except plumb.Error as error:
+            return str(error)
+
+
+def test_ranks_with_other_batches_are_refused(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    write_net(net, torch.randn(2, 4), lambda: torch.randn(16, 4), tmp_path)
+    first, second = ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), [(0, 4), (0, 4)])
+    assert first == second > 0
+    for told in ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), [(0, 8), (4, 8)]):
+        assert "the first batch of rank 1 is another than that of rank 0" in told and "DistributedSampler" in told

@@ -147,6 +147,14 @@ def _set_data(self: Tensor, value: Any) -> None:
         torch._C.TensorBase.data.__set__(self, value)
 
 
+def _set_grad(self: Tensor, value: Any) -> None:
+    if not _C.is_capturing():
+        torch._C.TensorBase.grad.__set__(self, value)
+        return
+    with _C.PausedCapture():  # as what runs then, this may be in the place of a backward: the end of the capture looks for it
+        torch._C.TensorBase.grad.__set__(self, value)
+
+
 def _taken(read: Callable[..., Any]) -> Callable[..., Any]:
     def take(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _C.is_capturing() and not _C.is_computed(self):
@@ -264,6 +272,7 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     watches |= {name: _taken(getattr(Tensor, name)) for name in _VALUES}
     watches |= {name: _layout(getattr(Tensor, name), lines) for name in ("is_contiguous", "stride", "dim_order")}
     watches |= {name: _unknown(name) for name in (*_PAST, *_CHANGING)}
+    watches["grad"] = watches["grad"].setter(_set_grad)
     watches |= {"register_hook": register_hook, "register_post_accumulate_grad_hook": register_post_accumulate_grad_hook}
     with patched(Tensor, requires_grad_=requires_grad_, tolist=_tolist, **watches), patched(saved_hooks, __enter__=enter):
         yield lines
