@@ -276,8 +276,9 @@ def test_copies_beside_a_capture_that_keeps_what_a_forward_leaves_are_copies():
             self.left = Left(x * 2)
             return x * 3
 
+    model, tensor = net(), torch.randn(3)  # made here: a capture is refused beside who seeds torch's generator
+
     def body():
-        model, tensor = net(), torch.randn(3)
         same([copy.deepcopy(tensor)], [tensor])
         copied = copy.deepcopy(model)
         assert type(copied) is nn.Sequential and copied[0] is not model[0]
