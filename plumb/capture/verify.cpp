@@ -50,10 +50,7 @@ std::vector<Result> run_with_gradients(
     const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&, Buffers&)>& call) {
   const ModuleStateGuard restore(request.state, request.inputs);
   at::AutoGradMode grad(true);
-  {
-    const auto draws = lock_seeded_draws();
-    at::manual_seed(1234);
-  }
+  seed_all_generators(1234);
   std::vector<at::Tensor> leaves;
   std::vector<std::string> names;  // descriptions of the leaves' gradients
   auto watch = [&](const at::Tensor& leaf, const std::string& name) {

@@ -20,19 +20,23 @@ std::string letters_of(std::string_view name) {
   return letters;
 }
 
+// Returns the letters of the operator in autograd's "which is output 0 of ExpBackward0, is at version 1"; "" if it says
+// none.
+std::string maker_in(const std::string& words) {
+  const size_t at = words.find("which is output ");
+  if (at == words.npos) return "";
+  const size_t begin = words.find(" of ", at) + 4;
+  const std::string maker = letters_of(words.substr(begin, words.find_first_of(", ;.", begin) - begin));
+  return maker.substr(0, maker.rfind("backward"));
+}
+
 }  // namespace
 
 void rethrow_with_writes(const Graph& graph, const std::exception& error) {
   const auto* own = dynamic_cast<const Error*>(&error);
   const std::string words = own ? own->message() : first_line(error_text(error));
   if (words.find("modified by an inplace operation") == words.npos) throw;
-  constexpr std::string_view kOf = "which is output ";
-  std::string maker;
-  if (const size_t at = words.find(kOf); at != words.npos) {
-    const size_t begin = words.find(" of ", at) + 4;
-    maker = letters_of(std::string_view(words).substr(begin, words.find_first_of(", ;.", begin) - begin));
-    if (const size_t end = maker.rfind("backward"); end != maker.npos) maker.resize(end);
-  }
+  const std::string maker = maker_in(words);
   std::vector<std::string> likely, others;
   for (const Node* node : graph.nodes()) {
     for (const Value* value : node->written_inputs()) {

@@ -7,8 +7,8 @@
 
 namespace plumb {
 
-// Throws again what `error` is, in a backward of the graph's values: that error with the nodes that write in place,
-// those first that write what the operator it names has returned; any other as it is. Call it within a catch block.
+// Throws the error of a backward again, within its catch block. One about a kept value becomes an Error that also names
+// the nodes that write in place: those that write a result of the operator it is about, or all if there are none.
 [[noreturn]] void rethrow_with_writes(const Graph& graph, const std::exception& error);
 
 // Runs a backward of the graph's values. Throws Error(ExecutionFailed) for a kept value that was written.

@@ -224,10 +224,10 @@ void Cutter::finish_outputs(int stage) {
 
 void Cutter::choose_wire() {
   const WireOptions& wire = options_.wire;
+  std::vector<std::string> crossing;
+  for (const auto& values : exports_)
+    for (const Value* v : values) crossing.push_back(v->name());
   for (const std::string& pattern : wire.exclude) {
-    std::vector<std::string> crossing;
-    for (const auto& values : exports_)
-      for (const Value* v : values) crossing.push_back(v->name());
     if (std::ranges::any_of(crossing, [&](const std::string& name) { return matches_pattern(pattern, name); }))
       continue;
     crossing.resize(std::min<size_t>(crossing.size(), 12));

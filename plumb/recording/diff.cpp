@@ -159,10 +159,12 @@ class StepDiff {
     const HistoryTensor& tensor = report_.tensors[line.tensor].tensor;
     Difference place{line.tensor, kind_of(tensor, line.backward), step_};
     // A gradient of what several stages use is one part a stage, which another cut has not.
-    if (const auto in_a = stages_with(a), in_b = stages_with(b);
-        line.backward && in_a != in_b && std::max(in_a.size(), in_b.size()) > 1) {
-      ++report_.not_comparable;
-      return;
+    if (line.backward) {
+      const auto in_a = stages_with(a), in_b = stages_with(b);
+      if (in_a != in_b && std::max(in_a.size(), in_b.size()) > 1) {
+        ++report_.not_comparable;
+        return;
+      }
     }
     // A run may not know its rows: as many microbatches are then taken for the same ones.
     const auto unknown = [](const Parts& parts) {

@@ -103,4 +103,9 @@ void set_generator_seed(at::Generator generator, std::uint64_t seed) {
   generator.set_current_seed(seed);
 }
 
+void seed_all_generators(std::uint64_t seed) {
+  const auto draws = lock_seeded_draws();
+  at::manual_seed(seed);
+}
+
 }  // namespace plumb

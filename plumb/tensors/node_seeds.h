@@ -49,9 +49,10 @@ bool nodes_are_seeded();
 // Keeps seeded nodes of other threads from drawing while it is held. The generators are those of the process: a node is
 // seeded and draws under one lock. Threads that draw without a NodeSeeds are not kept from it.
 std::unique_lock<std::recursive_mutex> lock_seeded_draws();
-// Each function takes that lock and the generator's own.
+// Each function takes that lock and the generators' own.
 at::Tensor generator_state(at::Generator generator);
 void set_generator_state(at::Generator generator, const at::Tensor& state);
 void set_generator_seed(at::Generator generator, std::uint64_t seed);
+void seed_all_generators(std::uint64_t seed);  // as at::manual_seed
 
 }  // namespace plumb

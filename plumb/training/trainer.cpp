@@ -98,10 +98,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
       own_job_(session ? session->job : std::make_shared<TrainJob>()),
       job_(*own_job_) {
   const auto threads = with_threads(o_);
-  {
-    const auto draws = lock_seeded_draws();
-    torch::manual_seed(static_cast<uint64_t>(o_.seed));
-  }
+  seed_all_generators(static_cast<uint64_t>(o_.seed));
   const auto prepare = [&] { job_ = prepare_job(o_, std::move(parts), hooks_); };
   if (!session && o_.processes() > 1)
     before_meeting(prepare);

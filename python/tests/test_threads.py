@@ -164,8 +164,9 @@ def test_a_graph_runs_while_another_thread_captures(inputs):
 
 
 def beside_a_capture(model, inside, done, body):
-    """Runs `body` after `model`, which another thread captures, has set `inside`; sets `done` then."""
-    captures = threading.Thread(target=plumb.capture, args=(model, torch.randn(2, 8)))
+    """Runs `body` after `model`, which another thread captures, has set `inside`; sets `done` then. Returns the graph."""
+    x, made = torch.randn(2, 8), []
+    captures = threading.Thread(target=lambda: made.append(plumb.capture(model, x)))
     captures.start()
     try:
         assert inside.wait(600)
@@ -173,10 +174,11 @@ def beside_a_capture(model, inside, done, body):
     finally:
         done.set()
         captures.join()
+    return made[0]
 
 
 def test_a_backward_of_another_thread_is_not_the_captured_forwards(inputs):
-    layer, inside, done, made = nn.Linear(8, 4), threading.Event(), threading.Event(), []
+    layer, inside, done, left = nn.Linear(8, 4), threading.Event(), threading.Event(), []
 
     class Waiting(nn.Module):
         def __init__(self):
@@ -188,16 +190,13 @@ def test_a_backward_of_another_thread_is_not_the_captured_forwards(inputs):
             assert done.wait(600)
             return self.layer(x)
 
-    model = Waiting()
-    captures = threading.Thread(target=lambda: made.append(plumb.capture(model, inputs[0])))
-    captures.start()
-    assert inside.wait(600)
-    layer(inputs[1]).sum().backward()
-    gradient = layer.weight.grad.clone()
-    done.set()
-    captures.join()
-    assert torch.equal(made[0](inputs[0]), layer(inputs[0]))
-    assert torch.equal(layer.weight.grad, gradient)
+    def body():
+        layer(inputs[1]).sum().backward()
+        left.append(layer.weight.grad.clone())
+
+    graph, x = beside_a_capture(Waiting(), inside, done, body), torch.randn(2, 8)
+    assert torch.equal(graph(x), layer(x))
+    assert torch.equal(layer.weight.grad, left[0])
 
 
 def test_a_part_that_two_threads_need_first_is_made_by_one_of_them(inputs):

@@ -187,25 +187,14 @@ void StageRunner::start_of_backward(const LocalStage& stage, const Slot& slot, i
   }
 }
 
-// As run_backward_of(), for a stage with a graph; Python's says only after an error whether it has one.
-template <class Run>
-static auto with_nodes_named(const LocalStage& stage, const Run& run) {
-  try {
-    return run();
-  } catch (const std::exception& error) {
-    if (const Graph* graph = stage.function->graph()) rethrow_with_writes(*graph, error);
-    throw;
-  }
-}
-
-void StageRunner::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss) {
+void StageRunner::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss) try {
   if (stage.buffers) stage.buffers->begin_microbatch(m);
   if (kind == ActionKind::BackwardWeight) {
     if (!slot.weights_due) {
       throw Error(ErrorKind::InvalidState, str("the weight half of microbatch ", m, " in stage ", stage.stage,
                                                " comes without the input half before it"));
     }
-    if (slot.deferred.pending()) with_nodes_named(stage, [&] { stage_backward_weight(slot.deferred); });
+    if (slot.deferred.pending()) stage_backward_weight(slot.deferred);
     if (slot.own_weight_work) slot.own_weight_work();
     slot = Slot();
     return;
@@ -220,19 +209,21 @@ void StageRunner::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, i
   Slot done;
   done.went_back = true;
   if (own_work || kind == ActionKind::FullBackward) {
-    done.input_grads =
-        with_nodes_named(stage, [&] { return stage_backward(outputs, grads, *slot.boundary, slot.seeds); });
+    done.input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds);
     slot = Slot();
     if (own_work) done.own_weight_work = stage.function->own_weight_work();
   } else {
-    auto half =
-        with_nodes_named(stage, [&] { return stage_backward_input(outputs, grads, *slot.boundary, slot.seeds); });
+    auto half = stage_backward_input(outputs, grads, *slot.boundary, slot.seeds);
     done.input_grads = std::move(half.input_grads);
     done.deferred = std::move(half.deferred);
   }
   done.weights_due = kind == ActionKind::BackwardInput;
   if (!done.weights_due && done.own_weight_work) std::exchange(done.own_weight_work, nullptr)();
   slot = std::move(done);
+} catch (const std::exception& error) {
+  // Asked only now: a stage of Python's takes the interpreter's lock for it.
+  if (const Graph* graph = stage.function->graph()) rethrow_with_writes(*graph, error);
+  throw;
 }
 
 void StageRunner::check_input_grads(const LocalStage& stage, const Slot& slot, int m) const {
