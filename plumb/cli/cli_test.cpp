@@ -135,6 +135,7 @@ TEST_F(Command, TakesDictsNumbersAndBuffers) {
   EXPECT_FALSE(Json::parse(run.out)["gradients"].empty());
   EXPECT_EQ(plumb(std::string("track ") + arguments).code, 0);
   wrong("run dict.pt2 --input a.pt --input b.pt --input 2.0", "input 'shift'");
+  wrong("run dict.pt2 --input a.pt --input b.pt --input 2.0 --input 3.0 --input shift=1", "given twice, by --input 3");
 }
 
 TEST_F(Command, WritesPagesThatNeedNothingElse) {

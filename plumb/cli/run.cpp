@@ -8,7 +8,7 @@
 #include "plumb/cli/progress.h"
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_files/tensor_file.h"
-#include "plumb/graph/kept_values.h"
+#include "plumb/graph/backward_errors.h"
 
 namespace plumb::cli {
 namespace {

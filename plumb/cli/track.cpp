@@ -12,7 +12,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
-#include "plumb/graph/kept_values.h"
+#include "plumb/graph/backward_errors.h"
 #include "plumb/numerics/format.h"
 #include "plumb/transforms/track/track_scales.h"
 

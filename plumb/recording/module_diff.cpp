@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/kept_values.h"
+#include "plumb/graph/backward_errors.h"
 #include "plumb/graph/module_state_guard.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/tensors/node_seeds.h"

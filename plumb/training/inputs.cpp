@@ -112,6 +112,11 @@ class Inputs {
 
   void put(size_t i, const std::string& text, const c10::IValue& value) {
     const Value* input = nodes_[i]->result();
+    if (given_[i]) {
+      throw UsageError(option_ + " " + text + ": input '" + nodes_[i]->target() + "' is given twice, by " + option_ +
+                           " " + given_[i]->text + " before",
+                       "one value for each input");
+    }
     Given given{text, value};
     if (value.isTensor() && !input->is_tensor()) given.value = unpack_value(value.toTensor(), input->type());
     // A number for a tensor that is one.

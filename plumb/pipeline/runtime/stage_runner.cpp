@@ -6,7 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
-#include "plumb/graph/kept_values.h"
+#include "plumb/graph/backward_errors.h"
 #include "plumb/numerics/operators.h"
 
 namespace plumb {
@@ -222,7 +222,7 @@ void StageRunner::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, i
   slot = std::move(done);
 } catch (const std::exception& error) {
   // Asked only now: a stage of Python's takes the interpreter's lock for it.
-  if (const Graph* graph = stage.function->graph()) rethrow_with_writes(*graph, error);
+  if (const Graph* graph = stage.function->graph()) rethrow_named(*graph, error);
   throw;
 }
 

@@ -8,7 +8,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/kept_values.h"
+#include "plumb/graph/backward_errors.h"
 #include "plumb/graph/module_state_guard.h"
 #include "plumb/numerics/format.h"
 #include "plumb/tensors/node_seeds.h"

@@ -233,7 +233,7 @@ class ChunkSteps:
         else:
             args, kwargs = (call.args, call.kwargs) if call else step.arguments(self, microbatch)
             args = args if self.is_first else unpack(inputs)
-            self._validate("inputs", pytree.tree_leaves(args))
+            self._validate("inputs", args)
             self.check_example("input", args)
             output = self.in_forward_context(microbatch, lambda: self.forward_maybe_with_nosync(*args, **kwargs))
             self.check_example("output", output)
@@ -249,11 +249,12 @@ class ChunkSteps:
     def check_example(self, what: str, values: Any) -> None:
         pass
 
-    def _validate(self, what: str, values: list) -> None:
+    def _validate(self, what: str, values: Any) -> None:
         if not self._runtime_validate:
             return
-        first = self.__dict__.setdefault("_metas", {}).setdefault(what, list(map(meta_of, values)))
-        check_alike(f"Stage {self.stage_index}: forward {what}", first, list(map(meta_of, values)))
+        metas = list(map(meta_of, pytree.tree_leaves(values)))
+        first = self.__dict__.setdefault("_metas", {}).setdefault(what, metas)
+        check_alike(f"Stage {self.stage_index}: forward {what}", first, metas)
 
     # --- microbatch by microbatch ---
     def _drive(self, work: str, *args: Any) -> Any:

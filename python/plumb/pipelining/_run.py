@@ -173,7 +173,8 @@ class _Step:
         cut = run.stages[0].layout is not None
         self.model_inputs = [run.stages[0].model_inputs(*given) for given in zip(args, kwargs)] if cut else []
         self.own_inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # the caller's, and what other stages get in its place
-        if train and not cut:
+        # A map over all microbatches costs more than a look at each.
+        if train and not cut and any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._own_input, (args, kwargs))
         self.args, self.kwargs, self.targets, self.loss_kwargs = args, kwargs, targets, loss_kwargs
         self.keep_outputs, self.train = keep_outputs, train
