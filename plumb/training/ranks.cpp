@@ -53,8 +53,7 @@ TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   return ranks;
 }
 
-void check_equal_batches(const ProcessGroup& world, const Batch& batch) {
-  if (world.size() == 1) return;
+int64_t hash_of_batch(const Batch& batch) {
   std::vector<at::Tensor> tensors = batch.inputs;
   tensors.insert(tensors.end(), batch.targets.begin(), batch.targets.end());
   uint64_t hash = 0;
@@ -63,12 +62,19 @@ void check_equal_batches(const ProcessGroup& world, const Batch& batch) {
     for (const int64_t size : tensor.sizes()) hash = mix_seeds(hash, static_cast<uint64_t>(size));
     if (tensor.layout() == at::kStrided) hash = mix_seeds(hash, hash_of(tensor));
   }
-  const std::vector<std::string> hashes = Transport(world).exchange(std::to_string(hash), "the first batch");
+  return static_cast<int64_t>(hash >> 1);
+}
+
+void check_equal_batches(const ProcessGroup& world, int64_t hash, int64_t step) {
+  if (world.size() == 1) return;
+  const std::vector<std::string> hashes = Transport(world).exchange(std::to_string(hash), "the hash of a batch");
   for (size_t rank = 1; rank < hashes.size(); ++rank) {
     if (hashes[rank] == hashes[0]) continue;
-    throw Error(ErrorKind::InvalidArgument,
-                c10::str("the first batch of rank ", rank, " is another than that of rank 0"), "",
-                "equal batches on every rank, all rows of a step: no DistributedSampler, and one seed for a shuffle");
+    throw Error(
+        ErrorKind::InvalidArgument,
+        c10::str("the batch of rank ", rank, " for step ", step, " is another than that of rank 0"), "",
+        "equal batches on every rank, all rows of a step: no DistributedSampler, and a generator of its own with "
+        "one seed for a shuffle");
   }
 }
 

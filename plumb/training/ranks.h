@@ -28,9 +28,11 @@ void before_meeting(const std::function<void()>& prepare);
 // Throws UsageError if the launcher started another number of processes than the options need.
 TrainRanks meet_ranks(const TrainOptions& options, const RankEnvironment* place);
 
-// Compares a batch's bits, sizes and dtypes over all ranks, which must call it between steps. Throws
-// Error(InvalidArgument) on every rank if one has another batch than rank 0: its part of a step would belong to other
+// Returns a hash of a batch's bits, sizes and dtypes that is not negative.
+int64_t hash_of_batch(const Batch& batch);
+// Compares the hashes of all ranks' batches for a step; all ranks must call it, between steps. Throws
+// Error(InvalidArgument) on every rank if one has another batch than rank 0: its part of the step would belong to other
 // rows.
-void check_equal_batches(const ProcessGroup& world, const Batch& batch);
+void check_equal_batches(const ProcessGroup& world, int64_t hash, int64_t step);
 
 }  // namespace plumb

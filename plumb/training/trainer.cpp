@@ -87,6 +87,7 @@ class Trainer::Run {
   std::vector<std::string> damaged_;             // checkpoints that were passed over
   std::string machines_;                         // which rank computes on another kind of machine, or ""
   int64_t start_ = 0;                            // the step that this run goes on after
+  int64_t batch_hash_ = 0;                       // the hash of the batch, which all ranks have
   std::optional<int64_t> edge_;                  // step boundary of the copies in memory that it goes on from
   TrainResult result_;
 };
@@ -204,7 +205,9 @@ void Trainer::Run::train_step(int64_t step) {
   faults_->begin_step(step);
   const Parts parts = [&] {
     const Batch batch = job_.batches->next();
-    if (step == start_ + 1) check_equal_batches(ranks_.world, batch);
+    if (ranks_.world.size() > 1) batch_hash_ = hash_of_batch(batch);
+    // Others of the first step may be of other sizes; those of later ones are seen at its end, without another message.
+    if (step == start_ + 1) check_equal_batches(ranks_.world, batch_hash_, step);
     return cut_batch(o_, batch, parts_of_step(o_));
   }();
   if (verdict_) {
@@ -288,7 +291,10 @@ void Trainer::Run::run_steps() {
   const int64_t end = o_.replay > 0 ? o_.replay : o_.steps;
   for (int64_t step = start_ + 1; step <= end && stopped_by == 0; ++step) {
     train_step(step);
-    if (hooks_.stop_signal) stopped_by = largest_of_all(ranks_.world, hooks_.stop_signal());
+    const int64_t stop = hooks_.stop_signal ? hooks_.stop_signal() : 0;
+    const std::vector<int64_t> largest = largest_of_all(ranks_.world, {stop, batch_hash_, -batch_hash_});
+    if (largest[1] != -largest[2]) check_equal_batches(ranks_.world, batch_hash_, step);
+    stopped_by = largest[0];
     result_.steps = step;
     const bool last = step == end || stopped_by != 0;
     if (evaluator_ && (step == end || (o_.eval_every > 0 && step % o_.eval_every == 0))) evaluate(step);

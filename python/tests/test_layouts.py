@@ -156,5 +156,6 @@ def test_ranks_with_other_batches_are_refused(tmp_path):
     write_net(net, torch.randn(2, 4), lambda: torch.randn(16, 4), tmp_path)
     first, second = ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), [(0, 4), (0, 4)])
     assert first == second > 0
-    for told in ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), [(0, 8), (4, 8)]):
-        assert "the first batch of rank 1 is another than that of rank 0" in told and "DistributedSampler" in told
+    for step, batches in ((1, [(0, 8), (4, 8)]), (2, [(0, 4), (0, 8)])):
+        for told in ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), batches):
+            assert f"the batch of rank 1 for step {step} is another than that of rank 0" in told and "DistributedSampler" in told

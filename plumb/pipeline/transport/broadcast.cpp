@@ -82,10 +82,10 @@ void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root) {
   if (!whole.is_same(own)) own.copy_(whole);
 }
 
-std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number) {
-  if (group.size() == 1) return number;
+std::vector<std::int64_t> largest_of_all(const ProcessGroup& group, const std::vector<std::int64_t>& numbers) {
+  if (group.size() == 1) return numbers;
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> tensors{at::full({1}, number, at::kLong)};
+  std::vector<at::Tensor> tensors{at::tensor(numbers, at::kLong)};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.timeout = group.timeout();
@@ -93,7 +93,8 @@ std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number) {
   connecting(str("rank ", group.world_rank(group.rank()), " lost a peer while all told each other a number"),
              "look at what the other ranks printed",
              [&] { return group.backend()->allreduce(tensors, options)->wait(); });
-  return tensors[0].item<std::int64_t>();
+  const auto* largest = tensors[0].const_data_ptr<std::int64_t>();
+  return {largest, largest + numbers.size()};
 }
 
 }  // namespace plumb

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "plumb/pipeline/transport/process_group.h"
 
@@ -16,8 +17,11 @@ namespace plumb {
 // sends another dtype or other sizes, or the values are damaged.
 void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root);
 
-// Returns the largest of the ranks' numbers. Every rank calls it; none returns before all have. Throws
-// Error(Communication) if a peer is lost.
-std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number);
+// Returns the largest of the ranks' numbers, at each place. Every rank calls it, with equally many; none returns before
+// all have. Throws Error(Communication) if a peer is lost.
+std::vector<std::int64_t> largest_of_all(const ProcessGroup& group, const std::vector<std::int64_t>& numbers);
+inline std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number) {
+  return largest_of_all(group, std::vector{number})[0];
+}
 
 }  // namespace plumb
