@@ -25,6 +25,9 @@ constexpr bool kSameRun = true;
 constexpr int64_t kLeast = std::numeric_limits<int64_t>::min(), kMost = std::numeric_limits<int64_t>::max();
 using Choices = std::vector<std::string>;
 const NumberCheck kAnything;
+const std::set<std::string> kRanksOwn = {"device",      "threads", "inject",       "log-every",
+                                         "quiet",       "json",    "options",      "csv",
+                                         "tensorboard", "page",    "verdict-page", "verdict-recipe"};
 
 TrainField field(std::string name, TrainField::Member member, std::string help, NumberCheck check,
                  bool same_run = false) {
@@ -285,7 +288,10 @@ const std::vector<TrainField>& train_fields() {
   static const std::vector<TrainField> fields = [] {
     std::vector<TrainField> all = {{"file", &O::file, "A .pt2 file"}};
     for (auto part : {data_fields, optimizer_fields, step_fields, layout_fields, checkpoint_fields, output_fields}) {
-      for (TrainField& field : part()) all.push_back(std::move(field));
+      for (TrainField& field : part()) {
+        field.is_ranks_own = kRanksOwn.contains(field.name);
+        all.push_back(std::move(field));
+      }
     }
     return all;
   }();

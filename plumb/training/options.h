@@ -90,8 +90,13 @@ struct TrainField {
   std::function<std::string(const std::string& text)> check = {};
   bool commas = false;         // a list's elements may be given as one text with commas between
   bool makes_numbers = false;  // another value is another run: a resumed run must have the same
+  bool is_ranks_own = false;   // ranks may have other values: it is about this process, or about what it prints
 
   bool is_flag() const { return std::holds_alternative<bool TrainOptions::*>(member); }
+  // Returns whether it is the name of a file or folder, which hosts may have elsewhere.
+  bool is_path() const {
+    return std::holds_alternative<std::string TrainOptions::*>(member) && choices.empty() && !makes_numbers;
+  }
   bool is_list() const { return std::holds_alternative<std::vector<std::string> TrainOptions::*>(member); }
 };
 

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <sstream>
 
 #include "plumb/core/mix_bits.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/describe.h"
 #include "plumb/numerics/hash.h"
 #include "plumb/pipeline/launch/environment.h"
@@ -51,6 +53,29 @@ TrainRanks meet_ranks(const TrainOptions& o, const RankEnvironment* given) {
   }
   ranks.groups = divide_into_replicas(ranks.world, static_cast<int>(o.replicas));
   return ranks;
+}
+
+void check_equal_options(const ProcessGroup& world, const TrainOptions& options) {
+  if (world.size() == 1) return;
+  const TrainOptions defaults;
+  TrainOptions shared = options;
+  for (const TrainField& field : train_fields()) {
+    if (field.is_ranks_own)
+      set_field(shared, field, field_texts(defaults, field));
+    else if (field.is_path() && !field_texts(options, field)[0].empty())
+      set_field(shared, field, {"given"});
+  }
+  const std::vector<std::string> texts = Transport(world).exchange(to_toml(shared), "its options");
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    if (texts[rank] == texts[0]) continue;
+    std::istringstream found(texts[rank]), wanted(texts[0]);
+    std::string own, first;
+    while (own == first && std::getline(found, own) && std::getline(wanted, first)) {
+    }
+    throw Error(ErrorKind::InvalidArgument,
+                c10::str("rank ", rank, " was given '", printable(own), "', and rank 0 '", printable(first), "'"), "",
+                "the same options on every rank");
+  }
 }
 
 int64_t hash_of_batch(const Batch& batch) {

@@ -28,6 +28,10 @@ void before_meeting(const std::function<void()>& prepare);
 // Throws UsageError if the launcher started another number of processes than the options need.
 TrainRanks meet_ranks(const TrainOptions& options, const RankEnvironment* place);
 
+// Compares the options of all ranks, which must call it, between steps. Throws Error(InvalidArgument) on every rank if
+// one has another than rank 0, but for files' names and what is a rank's own (TrainField).
+void check_equal_options(const ProcessGroup& world, const TrainOptions& options);
+
 // Returns a hash of a batch's bits, sizes and dtypes that is not negative.
 int64_t hash_of_batch(const Batch& batch);
 // Compares the hashes of all ranks' batches for a step; all ranks must call it, between steps. Throws

@@ -106,6 +106,7 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   else if (!session)
     prepare();
   ranks_ = meet_ranks(o_, session ? &session->place : nullptr);
+  if (generation() == 0) check_equal_options(ranks_.world, o_);
   machines_ = other_machines(ranks_.world);
   if (session) {
     if (!session->members || generation() > 0) edge_ = session->copies.find_edge(ranks_.everyone, job_);
@@ -116,9 +117,9 @@ Trainer::Run::Run(TrainOptions options, TrainHooks hooks, TrainParts parts, Trai
   watch_progress();
   step_ = std::make_unique<TrainStep>(o_, job_, ranks_);
   go_on();
-  // Copies of one parameter are compared with each other, after a newcomer has the state of the others.
   if (job_.eval_samples)
     evaluator_ = std::make_unique<Evaluator>(o_, job_, *job_.eval_samples, ranks_.world, ranks_.groups);
+  // Copies of one parameter are compared with each other, after a newcomer has the state of the others.
   step_->connect();
   if (!o_.verdict.empty()) verdict_ = std::make_unique<VerdictRun>(o_, job_, ranks_.device);
   if (!o_.record.empty() && ranks_.in_first_pipeline())  // replicas have the same weights

@@ -137,17 +137,27 @@ def test_an_audit_tells_a_parameter_from_a_value_of_its_name(tmp_path):
     assert not audits(tmp_path, "--at", "second")
 
 
-def train_two_stages(rank, size, folder, port, batches):
+def train_two_stages(rank, size, folder, port, batches, options=({}, {})):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     x, y = torch.load(folder / "x.pt"), torch.load(folder / "y.pt")
     data = [(x[rows : rows + 4], y[rows : rows + 4]) for rows in batches[rank]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing keeps the weights
-        trainer = plumb.Trainer(folder / "net.pt2", data, loss="mse", steps=2, stages=size, microbatches=2, threads=1)
         try:
-            return trainer.run().loss
+            return plumb.Trainer(folder / "net.pt2", data, loss="mse", steps=2, stages=size, microbatches=2, **options[rank]).run().loss
         except plumb.Error as error:
             return str(error)
+
+
+def test_ranks_with_other_options_are_refused(tmp_path):
+    write_net(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(2, 4), lambda: torch.randn(16, 4), tmp_path)
+    batches = [(0, 4), (0, 4)]
+    for told in ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), batches, ({"lr": 0.1}, {"lr": 0.2})):
+        assert "rank 1 was given 'lr = 0.2', and rank 0 'lr = 0.1'" in told
+    for told in ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), batches, ({"checkpoints": tmp_path / "run"}, {})):
+        assert "rank 1 was given 'checkpoints = \"\"', and rank 0 'checkpoints = \"given\"'" in told
+    own = ({"csv": tmp_path / "run.csv", "threads": 1}, {"threads": 2, "quiet": True})
+    assert min(ranks.run(train_two_stages, 2, tmp_path, ranks.free_port(), batches, own)) > 0
 
 
 def test_ranks_with_other_batches_are_refused(tmp_path):
