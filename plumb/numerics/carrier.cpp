@@ -44,6 +44,17 @@ void check_tensor(const at::Tensor& x, const char* what) {
   if (x.layout() != at::kStrided)
     throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given a tensor that is not strided", "",
                 "make it dense first (to_dense)");
+  if (!has_own_memory(x))
+    throw Error(
+        ErrorKind::TensorMismatch,
+        std::string(what) +
+            " was given a tensor of a class of Python's whose values are in other tensors (DTensor and the like)",
+        "", "give it a plain tensor: full_tensor() or to_local() of a DTensor");
+}
+
+bool has_own_memory(const at::Tensor& x) {
+  if (!x.key_set().has(c10::DispatchKey::Python) || x.numel() == 0) return true;
+  return x.has_storage() && x.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
 }
 
 kernel::RoundingSpec rounding_spec(const FPFormat& given, kernel::Carrier carrier) {

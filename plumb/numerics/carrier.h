@@ -12,7 +12,11 @@ namespace plumb {
 // Returns the storage dtype of kernels. Throws Error(TensorMismatch), naming `what`, for other dtypes.
 kernel::Carrier carrier_of(at::ScalarType dtype, const char* what);
 
-// Throws Error(TensorMismatch) for a tensor that is not strided or has no values (on the meta device).
+// Returns false for a subclass of Python's that keeps its values in other tensors (DTensor, fake tensors).
+bool has_own_memory(const at::Tensor& x);
+
+// Throws Error(TensorMismatch) for a tensor that is not strided, has no values (on the meta device) or has them in
+// other tensors.
 void check_tensor(const at::Tensor& x, const char* what);
 
 // Throws Error(TensorMismatch) for a tensor that measure() does not take.

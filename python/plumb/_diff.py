@@ -18,7 +18,7 @@ from ._errors import Error
 from ._exported import load_pt2
 from ._graph_module import GraphModule
 from ._recorder import History, read_history
-from ._state import sync_state
+from ._state import FULL, refuse_sharded, sync_state
 from .transforms._apply import copy_module, forward_of
 
 
@@ -125,6 +125,7 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
     elif isinstance(state, (tuple, list)):
         items = enumerate(state)
     elif isinstance(state, Tensor):
+        refuse_sharded(name, state, "diff() compares", FULL)
         return [(name, state.detach())]
     elif isinstance(state, (float, complex)) or (isinstance(state, int) and abs(state) < 2**63):
         return [(name, torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else None))]

@@ -16,6 +16,7 @@ from torch import nn
 from . import _C
 from ._arguments import checked
 from ._errors import Error
+from ._state import refuse_sharded
 from .transforms._apply import CapturedGraph, Pass, TransformedForward, attach_passes, forward_of, own_forward
 from .transforms._own_copies import forget_transforms, keep_transforms
 
@@ -159,6 +160,7 @@ class Recorder:
         names = {}
         for stage, module, _, _ in self._places:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                refuse_sharded(name, tensor, "hash_state() hashes", "record rank by rank without hash_state()")
                 names[tensor] = name, stage
                 self._engine.add_hash(name, "state", tensor.detach(), stage)
         for parameter, state in optimizer.state.items() if optimizer else ():

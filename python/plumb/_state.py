@@ -38,6 +38,27 @@ def is_compiled(module: Any) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
+def is_of(value: Any, module: str, name: str) -> bool:
+    """Returns whether a value is of a class whose module takes long to import: there is none before somebody has."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
+
+
+_TRANSFORM_FIRST = (
+    "transform the model first and give the whole of it to fully_shard, which gathers its parameters for each call of it; a model under "
+    "parallelize_module or distribute_module is not captured"
+)
+FULL = "full tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
+
+
+def refuse_sharded(name: str, tensor: Any, takes: str = "a graph computes with", remedy: str = _TRANSFORM_FIRST) -> None:
+    """Raises `plumb.Error` for a tensor of which each rank holds a part. `takes`: begins the sentence "... whole tensors"."""
+    if is_of(tensor, "torch.distributed.tensor", "DTensor"):
+        raise Error(
+            f"'{name}' is sharded over ranks (DTensor), and {takes} whole tensors", kind=ErrorKind.Unsupported, remedy=remedy
+        )
+
+
 def unwrapped(module: Any) -> Any:
     """Returns the module that DistributedDataParallel or torch.compile was given: its state has its own names."""
     while (replicated := isinstance(module, DistributedDataParallel)) or is_compiled(module):
@@ -87,6 +108,8 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
                 kind=ErrorKind.InvalidState,
                 remedy="put a tensor there, or capture the model as it is now",
             )
+        for i, now in changed:
+            refuse_sharded(slots[i][2], now)
         first: dict[int, tuple[str, Any]] = {}  # a tied tensor's first name and what is there now
         for (_, _, name, tensor), now in zip(slots, found):
             known, at_first = first.setdefault(id(tensor), (name, now))

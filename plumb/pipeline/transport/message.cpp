@@ -13,6 +13,7 @@
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/names.h"
+#include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/partition/wire.h"
@@ -334,16 +335,6 @@ std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_s
   }
   return bytes;
 }
-
-namespace {
-
-// Subclasses of Python's may keep their values in other tensors.
-bool has_own_memory(const at::Tensor& t) {
-  if (!t.key_set().has(c10::DispatchKey::Python) || t.numel() == 0) return true;
-  return t.has_storage() && t.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
-}
-
-}  // namespace
 
 std::vector<MessageValue> sendable(const MessageId& id, std::vector<MessageValue> values) {
   for (size_t i = 0; i < values.size(); i++) {

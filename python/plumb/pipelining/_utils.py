@@ -3,7 +3,6 @@ catch), and what a rank has to know of the whole pipeline."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
 from .._errors import InvalidType as InvalidType
+from .._state import is_of as is_of
 from .._trees import check_layouts, check_plain_inputs, differences, flatten
 from ..formats import FPFormat, format_text
 
@@ -44,12 +44,6 @@ def wire_texts(wire: Wire | None) -> tuple[str, str]:
     if isinstance(wire, (str, FPFormat)) or len(wire) != 2:
         raise InvalidValue(f"wire is {wire!r}", remedy='formats of values and of gradients: wire=("e4m3fn", "e5m2")')
     return format_text(wire[0]), format_text(wire[1])
-
-
-def is_of(value: Any, module: str, name: str) -> bool:
-    """Returns whether a value is of a class whose module takes long to import: there is none before somebody has."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
 _AS_CUT = "give it as the model was cut, or cut the model with inputs like these"
