@@ -184,6 +184,7 @@ void bind_parameter_scaling(py::module_& m) {
           py::arg("parameters"))
       .def("mark_changed", &ParameterScaling::mark_changed, py::arg("name"))
       .def("give_back", &ParameterScaling::give_back, py::arg("names"), py::arg("tensor"))
+      .def("freeze", &ParameterScaling::freeze, py::arg("by"))
       .def("look_at", &ParameterScaling::look_at, py::arg("name"), py::arg("tensor"), py::arg("buffer"))
       .def("__deepcopy__", [](const ParameterScaling& s, const py::dict&) { return s.for_copy(); })
       .def(py::pickle([](const ParameterScaling& s) { return py::make_tuple(s.scaled(), s.confirmed(), s.changed()); },

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ._state import is_of
 from .parameter import ParameterData, has_parameter_data, rated
 
 LrScale = Callable[[ParameterData], float]
@@ -92,10 +93,14 @@ def scaled_parameters(
             if has_parameter_data(param):
                 scale = lr_scale_func(param)
             elif not allow_non_unit_scaling_params:
-                raise ValueError(
-                    f"A parameter of shape {tuple(param.shape)} has no mup_type: make it a plumb.Parameter, or pass"
-                    " allow_non_unit_scaling_params=True."
-                )
+                remedy = "make it a plumb.Parameter, or pass allow_non_unit_scaling_params=True."
+                if is_of(param, "torch.distributed.tensor", "DTensor"):
+                    remedy = (
+                        "sharding made it anew (DTensor). Before fully_shard(model) keep tags = {name: (p.mup_type,"
+                        " p.mup_scaling_depth) for name, p in model.named_parameters()}, and after it call"
+                        " plumb.parameter.tag_parameter(p, *tags[name]) for each."
+                    )
+                raise ValueError(f"A parameter of shape {tuple(param.shape)} has no mup_type: {remedy}")
             param_lr = group_lr * scale
             decay = group_decay
             if independent_weight_decay and decay:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "plumb/core/error.h"
 #include "plumb/numerics/metrics.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
@@ -88,8 +89,23 @@ bool ParameterScaling::confirm(const std::vector<std::string>& names) {
   return known;
 }
 
+void ParameterScaling::refuse_frozen(const std::vector<std::string>& names) {
+  const bool loaded = std::ranges::any_of(names, [&](const std::string& name) {
+    auto it = versions_.find(name);
+    return it != versions_.end() && !it->second;
+  });
+  if (frozen_by_.empty() || loaded) return;
+  for (const std::string& name : names) confirmed_.erase(name);  // the next graph asks again
+  throw Error(ErrorKind::InvalidState,
+              "unit_scale changes the values of '" + names.at(0) +
+                  "' when its module first runs, because the forward uses it otherwise than its layer says, and " +
+                  frozen_by_ + " has copied the parameters to other ranks before",
+              "", "call the unit-scaled module once, on a batch, before you give it to " + frozen_by_);
+}
+
 bool ParameterScaling::write(const std::vector<std::string>& names, const at::Tensor& parameter,
                              const at::Tensor& values) {
+  refuse_frozen(names);
   if (!untouched(names, parameter)) return false;
   at::NoGradGuard no_grad;
   parameter.copy_(values);
@@ -99,6 +115,7 @@ bool ParameterScaling::write(const std::vector<std::string>& names, const at::Te
 
 bool ParameterScaling::undo(const std::vector<std::string>& names, const at::Tensor& parameter) {
   Scaled* scaled = find(names);
+  if (scaled && !confirmed_.count(names.at(0))) refuse_frozen(names);
   const bool back = scaled && !confirmed_.count(names.at(0)) && untouched(names, parameter);
   if (back) {
     at::NoGradGuard no_grad;

@@ -58,6 +58,9 @@ class ParameterScaling {
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;
 
+  // Notes the name of what has copied or sharded the parameters since propose(); "" if nothing has. A change here would
+  // not reach the copies on other ranks: write(), undo() and give_back() then throw Error(InvalidState) instead.
+  void freeze(std::string by) { frozen_by_ = std::move(by); }
   // Notes that other values were put there, or another tensor (load_state_dict).
   void mark_changed(const std::string& name);
   // Notes whether the tensor has changed since propose(). Called before a copy, which does not know the tensor.
@@ -87,12 +90,14 @@ class ParameterScaling {
   Scaled* find(const std::vector<std::string>& names);
   bool untouched(const std::vector<std::string>& names, const at::Tensor& parameter) const;
   void remember(const std::vector<std::string>& names, const at::Tensor& parameter);
+  void refuse_frozen(const std::vector<std::string>& names);
 
   std::vector<Scaled> scaled_;           // in the order of the model; no names: undone
   std::map<std::string, size_t> index_;  // by every name
   std::set<std::string> confirmed_;
   // At which version each name's tensor was left; none: somebody has changed it.
   std::map<std::string, std::optional<uint32_t>> versions_;
+  std::string frozen_by_;
   std::set<std::string> buffers_;  // names that look_at() has seen as buffers
 };
 

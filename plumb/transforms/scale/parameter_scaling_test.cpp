@@ -4,11 +4,14 @@
 #include <gmock/gmock.h>
 
 #include "plumb/transforms/scale/unit_scale.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
 
+using testing::AllOf;
 using testing::ElementsAre;
+using testing::HasSubstr;
 using testing::IsEmpty;
 
 at::Tensor live_parameter(at::IntArrayRef sizes, double std) {
@@ -127,6 +130,32 @@ TEST(ParameterScaling, LeavesValuesAloneThatSomebodyWroteMeanwhile) {
   const Report report = confirm_live(other, live_linear(v, b));
   EXPECT_TRUE(at::equal(v.detach(), at::full({3, 4}, 7.0f)));
   ASSERT_NE(report.find(ReportKind::LeftAlone, "w"), nullptr);
+}
+
+TEST(ParameterScaling, RefusesToChangeParametersThatWereCopiedSincePropose) {
+  at::Tensor w = live_parameter({3, 4}, 0.5), v = live_parameter({3, 4}, 0.5), b = live_parameter({3}, 2);
+  ParameterScaling scaling, other, loaded;
+  scaling.propose({{{"w"}, w, ScaledKind::Weight}});
+  const at::Tensor scaled = w.detach().clone(), before = v.detach().clone();
+  scaling.freeze("a wrapper");
+  EXPECT_THAT(message_of([&] { confirm_live(scaling, live_used_twice(w)); }),
+              AllOf(HasSubstr("'w'"), HasSubstr("a wrapper has copied"), HasSubstr("before you give it to a wrapper")));
+  EXPECT_TRUE(at::equal(w.detach(), scaled));
+  other.propose({{{"w"}, v, std::nullopt}, {{"b"}, b, ScaledKind::Bias}});
+  other.freeze("a wrapper");
+  EXPECT_THAT(message_of([&] { confirm_live(other, live_linear(v, b)); }), HasSubstr("'w'"));
+  EXPECT_TRUE(at::equal(v.detach(), before));
+  other.freeze("");
+  confirm_live(other, live_linear(v, b));
+  EXPECT_FALSE(at::equal(v.detach(), before));
+  other.freeze("a wrapper");
+  confirm_live(other, live_linear(v, b));  // the first graph has confirmed it
+  loaded.propose({{{"w"}, w, ScaledKind::Weight}});
+  loaded.mark_changed("w");
+  loaded.freeze("a wrapper");
+  const at::Tensor values = w.detach().clone();
+  confirm_live(loaded, live_used_twice(w));
+  EXPECT_TRUE(at::equal(w.detach(), values));
 }
 
 TEST(ParameterScaling, IsRestoredFromWhatIsSaved) {

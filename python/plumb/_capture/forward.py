@@ -51,6 +51,7 @@ from .left_tensors import LeftTensors
 from .next_call import Read, path_in_any_mode, refuse_other_paths, watched
 from .read_guards import guards_of
 from .replacements import replaced
+from .spread_modules import refuse_spread_modules
 from .tensor_reads import is_check, settings_now, watched_settings, watched_tensors
 from .torch_patches import INSIDE
 
@@ -285,6 +286,7 @@ def capture_engine(
         guarded: guards of what the forward reads will be made.
     """
     refuse_modules(module, with_root=forward is None)
+    refuse_spread_modules(module, with_root=forward is None)
     request = _Forward(module, args, kwargs, forward, guarded)
     traced = functools.partial(request.traced, replace or {})
     if verify:  # apart, as its runs go backward and may leave more in attributes than a forward does
@@ -418,6 +420,7 @@ def capture(
         if plumb_verify:
             raise Error("plumb_verify captures twice at one size", remedy="it, or dynamic_shapes")
         refuse_modules(module, with_root=True)
+        refuse_spread_modules(module, with_root=True)
         if any(hasattr(sub.__dict__.get("forward"), "prepare") for sub in module.modules()):
             raise Error(
                 "dynamic_shapes: a transformed module has a graph for each size",

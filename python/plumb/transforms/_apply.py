@@ -24,6 +24,7 @@ from .._capture.forward import capture_engine, capture_lock, signature
 from .._capture.guards import GraphStore, Guards, Tree, enabled_autocast
 from .._capture.left_tensors import LeftTensors
 from .._capture.replacements import Replacements
+from .._capture.spread_modules import refuse_spread_modules
 from .._capture.tensor_reads import as_given
 from .._errors import Error, ErrorKind
 from .._graph_module import new_handle
@@ -461,6 +462,7 @@ def apply_pass(module: Module, new: Pass) -> Module:
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
     _tracers.refuse_compiled(module)
     refuse_modules(module, with_root=False)
+    refuse_spread_modules(module, with_root=True)
     compiled = module._compiled_call_impl is not None
     known = forward_of(module)
     first = known.copied_from if known else weakref.ref(module)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import _C
 from .._arguments import checked
 from .._capture.replacements import is_operator, is_torch_function
+from .._capture.spread_modules import spread_by
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, state_of
@@ -89,6 +90,8 @@ class UnitScalePass:
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
         self.require_weights(module)
+        if self.scaling is not None:
+            self.scaling.freeze(spread_by(module))
         mine = _kept(captured)
         self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
