@@ -316,6 +316,12 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   }
   if (name == "aten::set_.source_Storage" || name == "aten::set_.source_Storage_storage_offset")
     recorder.refuse(name + ": the model works on raw storage", "use tensors");
+  // It returns while the other processes are at work; what waits for them is no operator.
+  if (name.starts_with("c10d::"))
+    recorder.refuse(
+        name + " talks to other processes, and a graph would not wait for them",
+        "call the function of torch.distributed.nn.functional, which a graph calls as it is, or talk to them "
+        "outside of the forward");
   Call call{op, keys, stack, std::move(name), recorder.begin(op), composite};
   call.record.grad_enabled = at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
   record_call(call);

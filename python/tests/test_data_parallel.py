@@ -38,6 +38,21 @@ class WeightOfItsOwn(nn.Module):
         return torch.relu(self.first(x) @ self.weight) @ (self.twice.weight * 2).t()
 
 
+class Sums(nn.Module):
+    """Adds its inputs over the ranks, in place or by a function."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x):
+        if not self.in_place:
+            return torch.distributed.nn.functional.all_reduce(x * 2) + 1
+        x = x * 2
+        torch.distributed.all_reduce(x)
+        return x + 1
+
+
 def chain(model):
     return track_scales(simulate_fp8(unit_scale(model)))
 
@@ -101,6 +116,7 @@ def refused(act, *args):
 
 def texts(rank, folder):
     """Returns the refusals, by what was tried."""
+    import torch.distributed.nn.functional
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -129,6 +145,8 @@ def texts(rank, folder):
         "replicate": refused(track_scales, replicate(Net())),
         "metrics": refused(plumb.transforms.Metrics, next(bypassed.parameters())),
         "diff": refused(plumb.diff, bypassed.state_dict(), bypassed.state_dict()),
+        "collective": refused(track_scales(Sums(True)), x),
+        "function": torch.equal(track_scales(Sums(False))(x), Sums(True)(x)),
         "hashes": refused(hash_state, folder, rank, bypassed, x),
     }
 
@@ -224,6 +242,7 @@ PARTS = {
     "replicate": ("the model (DDPNet) was given to replicate", "call replicate last"),
     "metrics": ("measure was given a tensor of a class of Python's whose values are in other tensors", "full_tensor()"),
     "diff": ("'first.weight' is sharded over ranks (DTensor), and diff() compares whole tensors", "full_state_dict=True"),
+    "collective": ("c10d::allreduce_ talks to other processes, and a graph would not wait", "torch.distributed.nn.functional"),
     "hashes": ("'first.weight' is sharded over ranks (DTensor), and hash_state() hashes whole tensors", "without hash_state()"),
 }
 
@@ -233,6 +252,7 @@ def test_what_a_graph_would_leave_out_is_refused_by_name(ended, tried):
     for _, texts, *_ in ended:
         for part in PARTS[tried]:
             assert part in texts[tried], texts[tried]
+        assert texts["function"]
 
 
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
