@@ -331,7 +331,7 @@ def test_a_capture_between_a_forward_and_its_backward_leaves_buffers_that_autogr
         assert all(torch.equal(a, b) for a, b in zip(got.buffers(), model.buffers()))
 
 
-def test_hooks_that_the_forward_registers_on_parameters_or_saved_tensors_are_refused():
+def test_hooks_that_the_forward_registers_on_parameters_saved_tensors_or_nodes_are_refused():
     def hooks_a_parameter(m, x):
         m.layer.weight.register_hook(lambda g: g * 2)
         return m.layer(x)
@@ -344,13 +344,19 @@ def test_hooks_that_the_forward_registers_on_parameters_or_saved_tensors_are_ref
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
             return m.layer(x)
 
+    def hooks_nodes(m, x):
+        with torch.autograd.graph.node_creation_hook(lambda node: None):
+            return m.layer(x)
+
     def offloads(m, x):
         with torch.autograd.graph.save_on_cpu():
             return m.layer(x)
 
     x = torch.randn(3, 4)
+    hooking = [(hooks_a_parameter, "is registered"), (hooks_its_gradient, "is registered"), (hooks_saved_tensors, "sees the tensors")]
+    hooking += [(hooks_nodes, "sees the nodes")] * hasattr(torch.autograd.graph, "node_creation_hook")  # since torch 2.15
     for capture in (plumb.capture, lambda m, x: plumb.transforms.track_scales(m)(x)):
-        for forward, kind in ((hooks_a_parameter, "is registered"), (hooks_its_gradient, "is registered"), (hooks_saved_tensors, "sees the tensors")):
+        for forward, kind in hooking:
             model = Net(forward)
             with pytest.raises(plumb.Error, match=f"a hook {kind}.*\n.*test_capture_changes.py"):
                 capture(model, x)

@@ -235,6 +235,7 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     hook, accumulated, set_in_place = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_
     saved_hooks = torch.autograd.graph.saved_tensors_hooks
     saved_hooks_enter = saved_hooks.__enter__
+    node_hooks = getattr(torch.autograd.graph, "node_creation_hook", None)  # since torch 2.15
 
     def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
         if not isinstance(self, nn.Parameter):
@@ -265,6 +266,11 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
             refuse_hook("sees the tensors that autograd saves")
         saved_hooks_enter(self)
 
+    def refuse_node_hook(self: Any) -> None:
+        if _C.is_capturing():
+            refuse_hook("sees the nodes that autograd makes")
+        node_hooks_enter(self)
+
     watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
     watches["shape"] = property(_watched(base.shape.__get__))
     watches["requires_grad"] = property(_requires_grad(one_graph, grad_mode, asked), _set_requires_grad)
@@ -274,5 +280,10 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     watches |= {name: _unknown(name) for name in (*_PAST, *_CHANGING)}
     watches["grad"] = watches["grad"].setter(_set_grad)
     watches |= {"register_hook": register_hook, "register_post_accumulate_grad_hook": register_post_accumulate_grad_hook}
-    with patched(Tensor, requires_grad_=requires_grad_, tolist=_tolist, **watches), patched(saved_hooks, __enter__=enter):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(Tensor, requires_grad_=requires_grad_, tolist=_tolist, **watches))
+        stack.enter_context(patched(saved_hooks, __enter__=enter))
+        if node_hooks is not None:
+            node_hooks_enter = node_hooks.__enter__
+            stack.enter_context(patched(node_hooks, __enter__=refuse_node_hook))
         yield lines
