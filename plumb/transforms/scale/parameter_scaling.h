@@ -47,19 +47,20 @@ class ParameterScaling {
   // --- confirm by a graph: called by unit_scale for every parameter that the graph's operators use ---
   // Returns whether it was scaled or confirmed before. From here on it counts as confirmed.
   bool confirm(const std::vector<std::string>& names);
-  // Writes values of a parameter that was not proposed. Returns false if it has changed since propose().
+  // Writes values of a parameter that was not proposed. Returns false if it has changed since propose(). Throws
+  // Error(InvalidState) after freeze().
   bool write(const std::vector<std::string>& names, const at::Tensor& parameter, const at::Tensor& values);
   // Restores a parameter's own values, unless a graph has confirmed it or somebody has changed it since propose().
-  // Returns whether it did.
+  // Returns whether it did. Throws Error(InvalidState) after freeze(), unless a graph has confirmed it.
   bool undo(const std::vector<std::string>& names, const at::Tensor& parameter);
   // Restores a parameter's own values for what no graph shows; values that somebody has put there since propose() are
-  // its own. Returns false if a graph has confirmed it.
+  // its own. Returns false if a graph has confirmed it. Throws Error(InvalidState) as undo() does.
   bool give_back(const std::vector<std::string>& names, const at::Tensor& parameter);
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;
 
   // Notes the name of what has copied or sharded the parameters since propose(); "" if nothing has. A change here would
-  // not reach the copies on other ranks: write(), undo() and give_back() then throw Error(InvalidState) instead.
+  // not reach the copies on other ranks, and is refused.
   void freeze(std::string by) { frozen_by_ = std::move(by); }
   // Notes that other values were put there, or another tensor (load_state_dict).
   void mark_changed(const std::string& name);
