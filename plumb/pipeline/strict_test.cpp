@@ -145,7 +145,8 @@ TEST(Strict, FaultsAreNamedAsOverGloo) {
 
 // Every rank knows what it must get, forward and backward, and fails on anything else. Rank 1 ends at any moment.
 Role watchful_role("watchful", [] {
-  const auto group = test_group(std::chrono::seconds(60));
+  // Once in some hundred times Gloo misses that a peer is gone, and waits for the time-out.
+  const auto group = test_group(std::chrono::seconds(8));
   const int rank = group.rank(), last = group.size() - 1;
   const auto expect = [](const at::Tensor& got, int value) {
     TORCH_CHECK(got.eq(value).all().item<bool>(), "what came is not what was sent");
@@ -185,8 +186,7 @@ TEST(Strict, TheLostRankIsNamedAndNotWhatAStageMadeOfItsValues) {
     for (const size_t other : {0, 2}) {
       EXPECT_EQ(run.result.processes[other].exit_code, 1) << after << run.errors[other];
       // In the words of the rank that noticed, or as it passed them on.
-      EXPECT_THAT(run.errors[other],
-                  testing::AnyOf(HasSubstr("rank 1: it is gone"), HasSubstr("rank 1 failed: it is gone")))
+      EXPECT_THAT(run.errors[other], testing::ContainsRegex("rank 1( failed)?: (it is gone|no answer within 8000 ms)"))
           << after;
       EXPECT_THAT(run.errors[other], testing::Not(HasSubstr("what was sent"))) << after;
     }
