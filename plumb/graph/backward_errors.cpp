@@ -35,13 +35,14 @@ std::string with_place(const Node& node) {
 // Returns the nodes that write in place, and what they write: results of the operator that the error is about
 // ("which is output 0 of ExpBackward0, is at version 1"), or all.
 std::vector<std::string> writes(const Graph& graph, const std::string& words) {
-  const std::string of = between(words, "which is output ", ",;."), maker = letters_of(of.substr(of.rfind(' ') + 1));
+  const std::string of = between(words, "which is output ", ",;."), node_of = letters_of(of.substr(of.rfind(' ') + 1));
+  const std::string maker = node_of.substr(0, node_of.rfind("backward"));
   std::vector<std::string> likely, others;
   for (const Node* node : graph.nodes()) {
     for (const Value* value : node->written_inputs()) {
       const Node* from = value->producer();
       const bool state = from->kind() == NodeKind::GetAttr;
-      const bool is_maker = from->is_call() && letters_of(from->op_name()) == maker.substr(0, maker.rfind("backward"));
+      const bool is_maker = from->is_call() && letters_of(from->op_name()) == maker;
       (is_maker ? likely : others)
           .push_back((state ? from->target() : "%" + value->name()) + " by " + with_place(*node));
     }

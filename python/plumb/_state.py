@@ -51,9 +51,14 @@ _TRANSFORM_FIRST = (
 FULL = "full tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
 
 
+def is_distributed(value: Any) -> bool:
+    """Returns whether a value is a DTensor, of which each rank holds a part."""
+    return is_of(value, "torch.distributed.tensor", "DTensor")
+
+
 def refuse_sharded(name: str, tensor: Any, takes: str = "a graph computes with", remedy: str = _TRANSFORM_FIRST) -> None:
-    """Raises `plumb.Error` for a tensor of which each rank holds a part. `takes`: begins the sentence "... whole tensors"."""
-    if is_of(tensor, "torch.distributed.tensor", "DTensor"):
+    """Raises `plumb.Error` for a DTensor. `takes`: begins the sentence "... whole tensors"."""
+    if is_distributed(tensor):
         raise Error(
             f"'{name}' is sharded over ranks (DTensor), and {takes} whole tensors", kind=ErrorKind.Unsupported, remedy=remedy
         )

@@ -23,7 +23,7 @@ from ._arguments import checked
 from ._C import Checkpoint
 from ._errors import Error, ErrorKind, InvalidType
 from ._plain_state import from_plain, to_plain
-from ._state import unwrapped
+from ._state import refuse_sharded, unwrapped
 from ._unit_scaled import MARK
 from .parameter import has_parameter_data
 
@@ -66,12 +66,8 @@ def _tensors(model: Model) -> dict[str, Tensor]:
                     remedy="keep it in state=..., and give the tensors: {name: t for name, t in "
                     "model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}",
                 )
-            if hasattr(value, "full_tensor"):
-                raise Error(
-                    f"'{name}' is sharded over ranks (DTensor)",
-                    kind=ErrorKind.Unsupported,
-                    remedy="use torch.distributed.checkpoint for FSDP modules, or give a dict of full tensors",
-                )
+            remedy = "use torch.distributed.checkpoint for FSDP modules, or give a dict of full tensors"
+            refuse_sharded(name, value, "a checkpoint holds", remedy)
             found.setdefault(name, value)
     return found
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._state import is_of
+from ._state import is_distributed
 from .parameter import ParameterData, has_parameter_data, rated
 
 LrScale = Callable[[ParameterData], float]
@@ -94,7 +94,7 @@ def scaled_parameters(
                 scale = lr_scale_func(param)
             elif not allow_non_unit_scaling_params:
                 remedy = "make it a plumb.Parameter, or pass allow_non_unit_scaling_params=True."
-                if is_of(param, "torch.distributed.tensor", "DTensor"):
+                if is_distributed(param):
                     remedy = (
                         "sharding made it anew (DTensor). Before fully_shard(model) keep tags = {name: (p.mup_type,"
                         " p.mup_scaling_depth) for name, p in model.named_parameters()}, and after it call"

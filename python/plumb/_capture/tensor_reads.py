@@ -235,7 +235,8 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     hook, accumulated, set_in_place = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_
     saved_hooks = torch.autograd.graph.saved_tensors_hooks
     saved_hooks_enter = saved_hooks.__enter__
-    node_hooks = getattr(torch.autograd.graph, "node_creation_hook", None)  # since torch 2.15
+    node_hooks: Any = getattr(torch.autograd.graph, "node_creation_hook", None)  # since torch 2.15
+    node_hooks_enter = node_hooks and node_hooks.__enter__
 
     def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
         if not isinstance(self, nn.Parameter):
@@ -280,10 +281,6 @@ def watched_tensors(one_graph: bool, grad_mode: bool, asked: dict[str, str]) -> 
     watches |= {name: _unknown(name) for name in (*_PAST, *_CHANGING)}
     watches["grad"] = watches["grad"].setter(_set_grad)
     watches |= {"register_hook": register_hook, "register_post_accumulate_grad_hook": register_post_accumulate_grad_hook}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(Tensor, requires_grad_=requires_grad_, tolist=_tolist, **watches))
-        stack.enter_context(patched(saved_hooks, __enter__=enter))
-        if node_hooks is not None:
-            node_hooks_enter = node_hooks.__enter__
-            stack.enter_context(patched(node_hooks, __enter__=refuse_node_hook))
+    on_nodes = patched(node_hooks, __enter__=refuse_node_hook) if node_hooks else contextlib.nullcontext()
+    with patched(Tensor, requires_grad_=requires_grad_, tolist=_tolist, **watches), patched(saved_hooks, __enter__=enter), on_nodes:
         yield lines

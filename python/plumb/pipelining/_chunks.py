@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
+from .._state import is_of
 from .._trees import load_spec, unflatten
 from ._stage_module import Sizes, sizes_of
-from ._utils import InvalidSchedule, PipeliningMetadataError, is_of
+from ._utils import InvalidSchedule, PipeliningMetadataError
 
 Values = list["torch.Tensor | None"]
 

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
 from .._errors import InvalidType as InvalidType
-from .._state import is_of as is_of
 from .._trees import check_layouts, check_plain_inputs, differences, flatten
 from ..formats import FPFormat, format_text
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ._utils import InvalidSchedule, InvalidType, InvalidValue, is_of
+from .._state import is_distributed, is_of
+from ._utils import InvalidSchedule, InvalidType, InvalidValue
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
@@ -64,10 +65,6 @@ def _is_block_mask(value) -> bool:
     return is_of(value, "torch.nn.attention.flex_attention", "BlockMask")
 
 
-def _is_distributed(value) -> bool:
-    return is_of(value, "torch.distributed.tensor", "DTensor")
-
-
 def _is_replicated(spec) -> bool:
     return spec is _Replicate or isinstance(spec, _Replicate)
 
@@ -106,7 +103,7 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
             f"a tensor of layout {tensor.layout} cannot be cut into microbatches",
             remedy="tensor.to_dense(), or parts cut by yourself as arg_mbs, kwarg_mbs and target_mbs",
         )
-    if _is_distributed(tensor):
+    if is_distributed(tensor):
         # Every rank cuts what it holds: no communication, and the placements stay.
         locals_and_bounds = zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), _bounds(tensor.shape[dim], num_chunks))
         return [_distributed_like(tensor, local, dim, end - start) for local, (start, end) in locals_and_bounds]
@@ -195,8 +192,8 @@ def split_args_kwargs_into_chunks(
 
 def _concatenate(values: list, dim: int):
     first = values[0]
-    if any(map(_is_distributed, values)):
-        if not all(map(_is_distributed, values)) or any(value.placements != first.placements for value in values):
+    if any(map(is_distributed, values)):
+        if not all(map(is_distributed, values)) or any(value.placements != first.placements for value in values):
             raise InvalidSchedule("the microbatches' outputs are distributed in different ways and cannot be merged")
         local = torch.cat([value.to_local() for value in values], dim)
         return _distributed_like(first, local, dim, sum(value.shape[dim] for value in values))

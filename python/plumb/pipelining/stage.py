@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from .. import _C
 from .._arguments import checked
 from .._errors import Error, ErrorKind
-from .._state import unwrapped
+from .._state import is_of, unwrapped
 from ._chunks import ChunkSteps
 from ._stage_module import Sizes, StageModule, at_sizes
-from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, is_of, wire_texts  # noqa: F401
+from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, wire_texts  # noqa: F401
 
 __all__ = ["PipelineStage", "PipelineStageInfo", "build_stage"]
 
