@@ -38,6 +38,11 @@ std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
 
 }  // namespace
 
+std::vector<std::string>& own_arguments() {
+  static std::vector<std::string> arguments;
+  return arguments;
+}
+
 bool is_pt2(const std::string& path) { return path.ends_with(".pt2"); }
 
 Loaded load(const std::string& path) {

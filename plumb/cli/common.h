@@ -20,6 +20,9 @@ namespace plumb::cli {
 
 class Progress;
 
+// The command's own arguments, as main() was given them: those of the processes that it starts.
+std::vector<std::string>& own_arguments();
+
 // A `.pt2` file, or a graph as text (every other name). A text has no tensors: its module can be shown, cut and
 // rewritten, not run.
 struct Loaded {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -144,6 +145,7 @@ int main(int argc, char** argv) {
   std::ios::sync_with_stdio(false);  // else a signal that comes while a slow reader is waited for ends the output
   handle_signals();
   plumb::keep_freed_memory();
+  plumb::cli::own_arguments().assign(argv + std::min(argc, 1), argv + argc);
   const int code = run_to_the_end(argc, argv);
 #ifdef PLUMB_SANITIZED  // by any compiler
   return code;          // sanitizers report at the end of the process

@@ -7,7 +7,6 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <iostream>
 
 #include "plumb/cli/commands.h"
@@ -147,15 +146,6 @@ class Printer {
   double first_seconds_ = 0;
   int64_t first_step_ = 0;
 };
-
-// Returns this process's own arguments.
-std::vector<std::string> own_arguments() {
-  std::ifstream file("/proc/self/cmdline", std::ios::binary);
-  std::vector<std::string> arguments;
-  for (std::string a; std::getline(file, a, '\0');) arguments.push_back(a);
-  if (!arguments.empty()) arguments.erase(arguments.begin());
-  return arguments;
-}
 
 // Exit code of a training that SIGTERM or SIGUSR1 ended after a checkpoint: run it again (EX_TEMPFAIL of sysexits.h).
 constexpr int kGoesOnLater = 75;

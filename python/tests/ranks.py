@@ -4,8 +4,11 @@ import contextlib
 import io
 import multiprocessing
 import os
+import pathlib
 import random
+import runpy
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -95,6 +98,31 @@ def run(fn, size, *args, timeout=600.0):
     for rank, ended in enumerate(ends):
         assert ended.exit_code == 0, f"rank {rank} ended with {ended.exit_code}: {ended.text}"
     return [ended.result for ended in ends]
+
+
+def _program(path, environment, streams):
+    for stream, file in enumerate(streams, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o666), stream)
+    os.chdir(path.parent)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [path.name]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(path.name, run_name="__main__")
+
+
+def run_program(path, environment):
+    """Returns what a program in Python prints, run in its folder by a process that has torch and plumb loaded already."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (pathlib.Path(folder, name) for name in ("out", "err"))
+        process = _context.Process(target=_program, args=(path, environment, (out, err)))
+        process.start()
+        process.join(600)
+        process.kill()
+        process.join()
+        said = out.read_text()
+        assert process.exitcode == 0, said + err.read_text()
+        return said
 
 
 def free_port():

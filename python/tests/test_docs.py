@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+import ranks
 import torch.distributed.pipelining.schedules
 from pages import DOCUMENTS, PAGES, ROOT, TITLE, fences
 
@@ -46,7 +47,7 @@ def outputs(page, folder):
     printed = {}
     if code:
         (folder / "page.py").write_text("\nprint('<end of block>', flush=True)\n".join(code))
-        printed["python"] = iter(run([sys.executable, "page.py"], folder).split("<end of block>\n"))
+        printed["python"] = iter(ranks.run_program(folder / "page.py", ENVIRONMENT).split("<end of block>\n"))
     last, found = "", []
     for language, info, body in blocks:
         if language == "python" and not TITLE.search(info):
