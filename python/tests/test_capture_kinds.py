@@ -317,6 +317,36 @@ def test_a_custom_function_hears_which_gradients_are_needed_as_its_inputs_were_g
     unit_scale(model)(x).sum().backward()
 
 
+class Tripled(torch.autograd.Function):
+    """A square whose gradient is three times the input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, d):
+        return 3 * d * ctx.saved_tensors[0]
+
+
+class TwiceTripled(nn.Module):
+    def forward(self, x):
+        return Tripled.apply(Tripled.apply(x).tanh())
+
+
+@pytest.mark.parametrize("module", [TwiceTripled(), nn.Sequential(TwiceTripled(), nn.Linear(4, 4))])
+def test_a_custom_function_of_anothers_result_keeps_its_backward_where_inputs_were_captured_without_a_gradient(module):
+    x = torch.randn(3, 4)
+    graph = plumb.capture(module, x, plumb_verify=True)
+    gradients = []
+    for model in (graph, module):
+        given = x.clone().requires_grad_()
+        model(given).pow(2).sum().backward()
+        gradients.append(given.grad)
+    assert torch.equal(*gradients)
+
+
 class Doubled(torch.Tensor):
     """Overloads an operator."""
 

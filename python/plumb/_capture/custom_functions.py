@@ -113,6 +113,19 @@ def _with_tensors(value: Any, instead: dict[int, Tensor], depth: int = 0) -> Any
     return value
 
 
+class _AsIfRequired(torch.autograd.Function):
+    """Tensors as they are, which require a gradient since the first one does. It never gives one: only a capture sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, required: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.mark_non_differentiable(*[t for t in tensors if not (t.is_floating_point() or t.is_complex())])
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
+        return (None,) * (len(gradients) + 1)
+
+
 def _computed_in(held: list, leaves: list, name: str) -> tuple[list[Tensor], list[Tensor], list]:
     """Returns the tensors that the forward has computed among what a function holds, stand-ins for them, and `leaves` with
     these in their places: the engine keeps the function for the life of the process. Every run gives such tensors anew:
@@ -186,9 +199,12 @@ def opaque_functions() -> ContextManager:
         slots = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         shape: list[Any] = []
         regions = autocast_regions()
-        detached = [as_given(t) is not t for t in tensors]  # which the capture alone lets require grad
+        # Those that the capture alone lets require grad are given as they were; what becomes of them in the capture requires
+        # grad again, for the next function to be a node, too.
+        detached = [as_given(t) is not t for t in tensors]
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
+            required = [x for x, d in zip(inputs, detached) if d]
             inputs = [x.detach() if d else x for x, d in itertools.zip_longest(inputs, detached)]
             detached.clear()  # later runs get inputs of their own
             it = iter(_in_place_of(inputs, held) if held else inputs)
@@ -204,7 +220,8 @@ def opaque_functions() -> ContextManager:
             many = isinstance(out, tuple)
             outs = list(out) if many else [out]
             shape[:] = [many, [None if isinstance(o, Tensor) else (o,) for o in outs]]
-            return [o for o in outs if isinstance(o, Tensor)]
+            results = [o for o in outs if isinstance(o, Tensor)]
+            return list(original(_AsIfRequired, required[0], *results)) if required else results
 
         number = _C.register_opaque(run, f"{cls.__module__}.{cls.__qualname__}")
         if any(h.requires_grad if isinstance(h, Tensor) else next(h.parameters(), None) is not None for h in held):
