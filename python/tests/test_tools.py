@@ -20,3 +20,34 @@ def test_a_benchmark_names_the_cases_that_there_are():
 def test_house_figures_say_what_they_are():
     ended = run("tools/house_figures.py", "--help")
     assert ended.returncode == 0 and ended.stdout.startswith("Counts how large the house is"), ended.stderr
+
+
+REGISTERS = """
+import sys
+sys.path[:0] = ["tools", "python"]
+import torch
+from library_checks import CHECKS
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("slopes", torch.arange(4.0), persistent=False)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.table is None:
+            self.register_buffer("table", self.slopes * 2, persistent=False)
+        return self.linear(x) + self.table
+
+def make():
+    torch.manual_seed(0)
+    return Table(), (torch.randn(2, 4),), {}
+
+print(CHECKS["transformed"](make))
+"""
+
+
+def test_the_libraries_table_compares_models_that_register_a_buffer_in_their_first_forward():
+    ended = run("-c", REGISTERS)
+    assert ended.stdout.split("\n")[-2:] == ["bit for bit", ""], ended.stderr
