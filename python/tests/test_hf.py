@@ -120,8 +120,10 @@ def test_two_different_tensors_of_one_tied_weight_are_refused(tmp_path):
         assert caught.value.kind is plumb.ErrorKind.TensorMismatch and '"tie_word_embeddings": false' in caught.value.remedy
 
 
-def test_what_a_library_remembers_has_values_after_an_import(tmp_path):
-    """BEiT of transformers 5 keeps its table of positions in an lru_cache."""
+@pytest.mark.parametrize("given", [{"labels": torch.tensor([0, 1])}, {}], ids=["labels", "images"])
+def test_what_a_library_remembers_has_values_after_an_import(tmp_path, given):
+    """BEiT of transformers 5 keeps its table of positions in an lru_cache. With labels it also writes into its config, so that
+    the capture tries a second call."""
     config = transformers.BeitConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4,
         use_relative_position_bias=True, out_indices=[1],
@@ -131,13 +133,16 @@ def test_what_a_library_remembers_has_values_after_an_import(tmp_path):
         torch.nn.init.normal_(p, std=0.2 if "relative" in name else 0.05)
     model.save_pretrained(tmp_path)
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    pipe = hf.load(tmp_path, stages=2, inputs={"pixel_values": images}, training=False)
+    given = {"pixel_values": images, **given}
+    pipe = hf.load(tmp_path, stages=2, inputs=given, training=False)
     for s in range(2):
         pipe.build_stage(s, torch.device("cpu"))
-    expected = model(pixel_values=images).logits
-    assert torch.equal(pipe(images)[0], expected)
+    expected = model(**given).to_tuple()
+    outputs = pipe(**given) if len(given) > 1 else pipe(images)
+    outputs = outputs.values() if isinstance(outputs, dict) else outputs
+    assert all(torch.equal(y, z) for y, z in zip(outputs, expected, strict=True))
     other = copy.deepcopy(model)
-    assert torch.equal(other(pixel_values=images).logits, expected)
+    assert torch.equal(other(**given).logits, expected[-1])
 
 
 def test_a_program_without_weights_says_so_when_it_runs(tmp_path):

@@ -281,15 +281,17 @@ def _grouped_products() -> ContextManager:
 
 @contextlib.contextmanager
 def _nothing_remembered() -> Iterator[None]:
-    """Empties each functools.lru_cache that took something in: a tensor without values that a library keeps (BEiT's table of
-    positions) would be handed to the next model, which computes with whatever its memory holds."""
+    """Empties each functools.lru_cache that took something in: a tensor without values that a library keeps would be handed
+    to the next model, which computes with whatever its memory holds. Those of transformers' methods (BEiT's table of positions)
+    are not asked, as in torch.compile: a capture that tries a second call would find another path there."""
 
     def caches() -> dict[int, Any]:
         return {id(x): x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper}
 
     before = {key: cache.cache_info().misses for key, cache in caches().items()}
     try:
-        yield
+        with patched(transformers().pytorch_utils, is_torchdynamo_compiling=lambda: True):
+            yield
     finally:
         for key, cache in caches().items():
             if cache.cache_info().misses > before.get(key, 0):
