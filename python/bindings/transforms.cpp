@@ -183,6 +183,7 @@ void bind_parameter_scaling(py::module_& m) {
           },
           py::arg("parameters"))
       .def("mark_changed", &ParameterScaling::mark_changed, py::arg("name"))
+      .def("rename", &ParameterScaling::rename, py::arg("before"), py::arg("now"))
       .def("give_back", &ParameterScaling::give_back, py::arg("names"), py::arg("tensor"))
       .def("freeze", &ParameterScaling::freeze, py::arg("by"))
       .def("look_at", &ParameterScaling::look_at, py::arg("name"), py::arg("tensor"), py::arg("buffer"))

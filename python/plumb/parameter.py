@@ -18,8 +18,11 @@ from ._arguments import checked
 
 MupType = Literal["weight", "bias", "norm", "output"]
 
+NAME = "_plumb_name"  # attribute of a tagged parameter: its name in the unit-scaled module, kept where its layer is put elsewhere
+
 _rated = WeakIdKeyDictionary()  # factors of the learning rates that scaled_parameters() made, by parameter
-_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Optimizers whose rates were looked at, and the places of two groups whose rates ought to differ; none: there are none, or it was said.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []  # the hook, from the first tag on
 
 
@@ -94,24 +97,29 @@ def rated(parameter: Tensor, factor: float) -> None:
 
 
 def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Warns at the first step of an optimizer that gives unit-scaled parameters the rates of plain ones."""
-    if optimizer in _seen:
-        return
+    """Warns at the first step of an optimizer that gives unit-scaled parameters the rates of plain ones, or that has come to do so."""
+    if (two := _seen.get(optimizer)) is not None:
+        some = [optimizer.param_groups[i]["lr"] for i in two]
+        if not some or isinstance(some[0], Tensor) or some[0] != some[1]:  # a tensor's value may be on a device
+            return
     rates = {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
     if rates == {0.0}:  # the first step of a warm-up
         return
-    _seen.add(optimizer)
-    from . import optim
-
     # Rates that differ were chosen by somebody.
     if len(rates) != 1:
+        by_factor = {_factor(group): i for i, group in enumerate(optimizer.param_groups)}
+        two = [i for factor, i in by_factor.items() if factor][:2]
+        _seen[optimizer] = tuple(two) if len(two) == 2 else ()
         return
+    _seen[optimizer] = ()
+    from . import optim
+
     factors = {_rated[p] for group in optimizer.param_groups for p in group["params"] if p in _rated}
     if len(factors) > 1:
         warnings.warn(
             f"{type(optimizer).__name__} steps unit-scaled parameters with one learning rate, though they had {len(factors)} for their "
-            "size (u-μP): multiply each group's rate instead of setting it, as LambdaLR does; of OneCycleLR and the like "
-            "max_lr=[g['lr'] for g in optimizer.param_groups]",
+            "size (u-μP): multiply each group's rate instead of setting it, as LambdaLR does; of OneCycleLR, SWALR and the like "
+            "max_lr=[g['lr'] for g in optimizer.param_groups], or swa_lr=",
             stacklevel=3,
         )
     tagged = [p for group in optimizer.param_groups for p in group["params"] if has_parameter_data(p) and p not in _rated]
@@ -128,9 +136,14 @@ def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: d
     )
 
 
+def _factor(group: dict[str, Any]) -> Optional[float]:
+    """Returns the factor of a parameter group that `scaled_parameters` made."""
+    return next((_rated[p] for p in group["params"] if p in _rated), None)
+
+
 def untag_parameter(parameter: nn.Parameter) -> None:
     """Takes away what `tag_parameter` gave, in Python."""
-    for name in ("mup_type", "mup_scaling_depth", "__deepcopy__", "__reduce_ex__"):
+    for name in ("mup_type", "mup_scaling_depth", NAME, "__deepcopy__", "__reduce_ex__"):
         vars(parameter).pop(name, None)
 
 
@@ -149,6 +162,7 @@ def made_from(tensor: Tensor) -> nn.Parameter:
 
 def _deepcopy(self: nn.Parameter, memo: Dict[int, Any]) -> nn.Parameter:
     copy = nn.Parameter.__deepcopy__(self, memo)
+    vars(copy).update({k: v for k, v in vars(self).items() if k == NAME})
     return tag_parameter(copy, self.mup_type, self.mup_scaling_depth)
 
 

@@ -55,6 +55,14 @@ def test_rates_of_plumbs_optimizers_that_a_loop_or_schedule_sets_to_one_are_name
     assert "max_lr=[g['lr'] for g in optimizer.param_groups]" in text
     torch.optim.lr_scheduler.OneCycleLR(remedied, max_lr=[g["lr"] for g in remedied.param_groups], total_steps=9)
     assert not steps(remedied)
+    averaged, kept = made(), made()
+    for optimizer, swa_lr in ((averaged, 0.05), (kept, [g["lr"] for g in kept.param_groups])):
+        scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=swa_lr, anneal_epochs=2)
+        said = []
+        for _ in range(4):  # whose rates come to be one after the first step
+            said += steps(optimizer, 1)
+            scheduler.step()
+        assert len(said) == (optimizer is averaged) and all("swa_lr=" in text for text in said)
     warm, same = made(), plumb.optim.AdamW([scaled[0].weight], lr=1e-3)
     torch.optim.lr_scheduler.LambdaLR(warm, lambda step: step / 10)
     assert not steps(warm) and not steps(same)

@@ -65,6 +65,21 @@ bool ParameterScaling::untouched(const std::vector<std::string>& names, const at
 
 void ParameterScaling::mark_changed(const std::string& name) { versions_[name].reset(); }
 
+bool ParameterScaling::rename(const std::string& before, const std::string& now) {
+  auto version = versions_.find(before);
+  if (version == versions_.end()) return false;
+  const bool changed = !version->second;
+  auto& mine = versions_.try_emplace(now, version->second).first->second;
+  if (changed) mine.reset();
+  if (auto it = index_.find(before); it != index_.end() && !index_.count(now)) {
+    const size_t place = it->second;
+    index_[now] = place;
+    std::ranges::replace(scaled_[place].names, before, now);
+  }
+  if (confirmed_.count(before)) confirmed_.insert(now);
+  return true;
+}
+
 void ParameterScaling::look_at(const std::string& name, const at::Tensor& tensor, bool buffer) {
   auto it = versions_.try_emplace(name, tensor._version()).first;
   if (it->second && tensor._version() > *it->second) it->second.reset();
@@ -140,7 +155,8 @@ bool ParameterScaling::give_back(const std::vector<std::string>& names, const at
 }
 
 void ParameterScaling::forget(Scaled& scaled) {
-  for (const std::string& name : scaled.names) index_.erase(name);
+  const auto place = static_cast<size_t>(&scaled - scaled_.data());
+  std::erase_if(index_, [&](const auto& entry) { return entry.second == place; });
   scaled = {};
 }
 

@@ -64,6 +64,9 @@ class ParameterScaling {
   void freeze(std::string by) { frozen_by_ = std::move(by); }
   // Notes that other values were put there, or another tensor (load_state_dict).
   void mark_changed(const std::string& name);
+  // Notes that a parameter of the name `before`, or a copy of it, has the name `now`, as when its layer was put into
+  // another one. Returns whether `before` is known.
+  bool rename(const std::string& before, const std::string& now);
   // Notes whether the tensor has changed since propose(). Called before a copy, which does not know the tensor.
   void look_at(const std::string& name, const at::Tensor& tensor, bool buffer);
   // Returns a copy for a copied model, whose tensors are new. Versions of parameters count from zero there, those of

@@ -86,6 +86,23 @@ TEST(ParameterScaling, AGraphConfirmsAProposalAndChangesNothingMore) {
   EXPECT_THAT(scaling.confirmed(), ElementsAre("b", "w"));
 }
 
+TEST(ParameterScaling, AParameterUnderANewNameIsNotScaledAgain) {
+  at::Tensor w = live_parameter({3, 4}, 0.1), b = live_parameter({3}, 2);
+  ParameterScaling scaling;
+  scaling.propose({{{"layer.w"}, w, ScaledKind::Weight}, {{"layer.b"}, b, ScaledKind::Bias}});
+  at::NoGradGuard no_grad;
+  w.mul_(3);
+  scaling.mark_changed("layer.w");
+  EXPECT_TRUE(scaling.rename("layer.w", "w"));
+  EXPECT_TRUE(scaling.rename("layer.b", "b"));
+  EXPECT_FALSE(scaling.rename("other", "w"));
+  const at::Tensor values = w.clone();
+  const Report report = confirm_live(scaling, live_linear(w, b));
+  EXPECT_TRUE(at::equal(w, values));
+  EXPECT_NE(report.find(ReportKind::Weight, "w"), nullptr) << "under the name that it has now";
+  EXPECT_EQ(report.find(ReportKind::Weight, "layer.w"), nullptr);
+}
+
 TEST(ParameterScaling, AGraphAddsWhatNoLayerProposed) {
   at::Tensor w = live_parameter({3, 4}, 0.1), b = live_parameter({3}, 2);
   ParameterScaling scaling;

@@ -19,7 +19,7 @@ from .._graph_module import GraphModule
 from .._state import BUFFER, state_of
 from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict, unmark
 from ..functional import torch_map
-from ..parameter import tag_parameter
+from ..parameter import NAME, tag_parameter
 from ._apply import CapturedGraph, Module, Pass, apply_pass, copy_module, logger
 from ._report import rewritten
 from .utils import Backend, PassBackend
@@ -92,6 +92,7 @@ class UnitScalePass:
         self.require_weights(module)
         if self.scaling is not None:
             self.scaling.freeze(spread_by(module))
+            self.follow_names(module)
         mine = _kept(captured)
         self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
@@ -111,6 +112,14 @@ class UnitScalePass:
 
     def note_owners(self, module: nn.Module, weights: Iterable[str]) -> None:
         self.owners = {name: type(_owner(module, name)) for name in weights}
+
+    def follow_names(self, module: nn.Module) -> None:
+        """Parameters whose layers were put into others (an adapter's) are those that were scaled: not new ones."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for first, *more in {tuple(same) for same in _names(parameters).values()}:
+            before = vars(parameters[first]).get(NAME, first)
+            if before not in (first, *more) and all([self.scaling.rename(before, name) for name in (first, *more)]):
+                setattr(parameters[first], NAME, first)
 
     def require_weights(self, module: nn.Module) -> None:
         """Raises an Error for a scaled weight that its module computes or packs now: the operator would be a plain one."""
@@ -248,6 +257,7 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
                 run.users_tags.update(names[full])
             else:
                 tag_parameter(p, kind or ("norm" if isinstance(sub, _NORMS) or p.dim() > 1 else "bias"))
+            setattr(p, NAME, full)
             proposals.append((names[full], p, kind))
         for name, buffer in sub.named_buffers(recurse=False):  # only a graph shows which are weights
             proposals.append((names[f"{path}.{name}" if path else name], buffer, None))
