@@ -19,7 +19,8 @@ from ._exported import load_pt2
 from ._graph_module import GraphModule
 from ._recorder import History, read_history
 from ._state import FULL, refuse_sharded, sync_state
-from .transforms._apply import copy_module, forward_of
+from ._transformed import forward_of
+from .transforms._apply import copy_module
 
 
 class Diff:

@@ -17,12 +17,15 @@ from . import _C
 from ._arguments import checked
 from ._errors import Error
 from ._state import refuse_sharded
-from .transforms._apply import CapturedGraph, Pass, TransformedForward, attach_passes, forward_of, own_forward
+from ._transformed import KEPT, keep_forward, replaceable_forward
+from .transforms._apply import CapturedGraph, Pass, TransformedForward, attach_passes, own_forward
 from .transforms._own_copies import forget_transforms, keep_transforms
 
 
 class _RecordedForward(TransformedForward):
     """Measures forwards that train: those with gradients on."""
+
+    __slots__ = ("_recorder", "forwards")
 
     def __init__(self, module: nn.Module, passes: list[Pass], recorder: _C.Recorder):
         super().__init__(module, passes, own_forward(module))
@@ -134,9 +137,10 @@ class Recorder:
             engine.attach(captured.engine, stage)
             return {"pass": "record", "entries": []}
 
-        known, before = forward_of(module), module.__dict__.get("forward")
+        known = replaceable_forward(module)
+        before = module.__dict__.get("forward") if known is None else known
         forward = _RecordedForward(module, [*(known.passes if known else []), Pass("record", attach)], engine)
-        module.__dict__["forward"] = forward
+        keep_forward(module, forward)
         keep_transforms(module, attach_passes)
         return module, before, forward
 
@@ -177,14 +181,16 @@ class Recorder:
     def close(self) -> None:
         """Gives the modules their own forwards back and closes the file."""
         for _, module, before, forward in self._places:
-            if module.__dict__.get("forward") is not forward:
+            own = module.__dict__
+            if own.get(KEPT) is not forward:
                 continue
-            if not isinstance(before, TransformedForward):
+            if isinstance(before, TransformedForward):
+                keep_forward(module, before)
+            elif own["forward"] is forward:  # else something has been wrapped around it since, which calls it
                 forget_transforms(module)
-            if before is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = before
+                del own[KEPT], own["forward"]
+                if before is not None:
+                    own["forward"] = before
         self._engine.close()
         for writer in self._writers:
             writer.close()

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _C
 from ._errors import Error, ErrorKind
+from ._transformed import forward_of
 from .parameter import keep_tags
 
 # A key of the state dict: torch.nn.Module.load_state_dict names the keys that it does not expect, and those that it misses.
@@ -46,7 +47,7 @@ def _take_mark(
         missing.append(prefix + MARK)  # torch raises, or with strict=False returns it
     keep_tags(module, state_dict, prefix, local_metadata)
     loaded = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
-    for p in getattr(module.__dict__.get("forward"), "passes", ()):
+    for p in getattr(forward_of(module), "passes", ()):
         if hasattr(p.run, "values_loaded"):
             p.run.values_loaded(loaded)
 

@@ -19,6 +19,7 @@ from .._errors import Error, ErrorKind
 from .._exported import capture_dynamic
 from .._graph_module import GraphModule
 from .._state import BUFFER, constants_of, state_of
+from .._transformed import forward_of
 from .._trees import (
     PLAIN,
     children,
@@ -421,7 +422,7 @@ def capture(
             raise Error("plumb_verify captures twice at one size", remedy="it, or dynamic_shapes")
         refuse_modules(module, with_root=True)
         refuse_spread_modules(module, with_root=True)
-        if any(hasattr(sub.__dict__.get("forward"), "prepare") for sub in module.modules()):
+        if any(forward_of(sub) is not None for sub in module.modules()):
             raise Error(
                 "dynamic_shapes: a transformed module has a graph for each size",
                 kind=ErrorKind.Unsupported,

@@ -29,9 +29,9 @@ from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER, put_state, state_of, sync_state
+from .._transformed import forward_of
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
-from ..transforms._apply import forward_of
 from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark, unmarked_forward
 from ._utils import InvalidType, InvalidValue
 

@@ -29,6 +29,7 @@ from .._capture.tensor_reads import as_given
 from .._errors import Error, ErrorKind
 from .._graph_module import new_handle
 from .._state import CONSTANT, slot_of, sync_state
+from .._transformed import keep_forward, replaceable_forward, run_kept
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
 from . import _tracers
@@ -123,6 +124,12 @@ class TransformedForward:
     function of it (`bound`) or as it is; its class's otherwise. `copied_from`: the module that this one is a copy of.
     """
 
+    # Without a __dict__: functools.wraps() would give that to what a library wraps around this.
+    __slots__ = (
+        "module", "passes", "own", "copied_from", "last", "compiled", "handle", "_cache", "_lock", "_tree", "_asks_grad_mode",
+        "_told_variants", "_told_signatures", "__weakref__",
+    )  # fmt: skip
+
     def __init__(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None):
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes, self.own, self.copied_from = module, passes, own, copied_from
@@ -130,7 +137,7 @@ class TransformedForward:
         self._lock = threading.RLock()  # lock of what is known of graphs; running one without guards needs none
         self._tree: Tree | None = None
         self._asks_grad_mode = False
-        self._told_variants = False
+        self._told_variants = self._told_signatures = False
         self.last: CapturedGraph | None = None
         self.compiled: CapturedGraph | None = None  # the last graph that torch.compile took
         self.handle = new_handle(self)
@@ -139,6 +146,11 @@ class TransformedForward:
     def __code__(self) -> Any:
         """Code of the module's own forward: torch.export reads the arguments' names from it."""
         return self.original.__code__
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function that this is a method of: libraries wrap it and bind the result to the module, as with methods."""
+        return run_kept
 
     @property
     def __globals__(self) -> dict:
@@ -245,7 +257,15 @@ class TransformedForward:
         return captured, leaves
 
     def _keep(self, key: Any, captured: CapturedGraph) -> None:
+        full = len(self._cache) == MAX_GRAPHS and key not in self._cache
         gone = self._cache.add(key, captured)
+        if full and not self._told_signatures:
+            logger.warning(
+                "inputs of more than %d kinds have come (sizes, dtypes, modes): each new one takes the place of the graph that was"
+                " unused for longest, and takes a capture when it comes back; with fewer lengths (pad_to_multiple_of=32) it does not",
+                MAX_GRAPHS,
+            )
+            self._told_signatures = True
         if gone is not None and not self._told_variants:
             what = gone.guards.broken
             logger.warning("the forward reads '%s', which keeps changing: each of its values takes a capture", what)
@@ -367,11 +387,6 @@ class TransformedForward:
         TransformedForward.__init__(self, **state)
 
 
-def forward_of(module: nn.Module) -> TransformedForward | None:
-    forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, TransformedForward) else None
-
-
 _COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attribute that holds it
 
 
@@ -425,7 +440,7 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 def _extra_repr(module: nn.Module) -> str:
     """Returns the ``extra_repr`` of a transformed module: the module's own, then its transforms."""
-    forward = forward_of(module)
+    forward = replaceable_forward(module)
     own = type(module).extra_repr(module)
     if forward is None:
         return own
@@ -437,9 +452,9 @@ def _extra_repr(module: nn.Module) -> str:
 
 def own_forward(module: nn.Module) -> tuple | None:
     """Returns the forward that was set on this very module, as TransformedForward keeps it."""
+    if (known := replaceable_forward(module)) is not None:
+        return known.own
     forward = module.__dict__.get("forward")
-    if isinstance(forward, TransformedForward):
-        return forward.own
     bound = isinstance(forward, types.MethodType) and forward.__self__ is module
     return None if forward is None else (forward.__func__ if bound else forward, bound)
 
@@ -447,9 +462,10 @@ def own_forward(module: nn.Module) -> tuple | None:
 _METHODS = (("extra_repr", _extra_repr), ("_get_name", _tracers.get_name))
 
 
-def attach_passes(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
-    """Lets `module` run its own forward with `passes` applied: none for a copy of a model that was recorded."""
-    module.__dict__["forward"] = TransformedForward(module, passes, own_forward(module), copied_from)
+def attach_passes(module: nn.Module, passes: list[Pass], copied_from: Any = None, made: TransformedForward | None = None) -> None:
+    """Lets `module` run its own forward with `passes` applied: none for a copy of a model that was recorded. `made`: what does so
+    already."""
+    keep_forward(module, made or TransformedForward(module, passes, own_forward(module), copied_from))
     for name, method in [*_METHODS, *(method for p in passes for method in p.methods)]:
         module.__dict__[name] = functools.partial(method, module)
     keep_transforms(module, attach_passes)
@@ -464,10 +480,10 @@ def apply_pass(module: Module, new: Pass) -> Module:
     refuse_modules(module, with_root=False)
     refuse_spread_modules(module, with_root=True)
     compiled = module._compiled_call_impl is not None
-    known = forward_of(module)
+    known = replaceable_forward(module)
     first = known.copied_from if known else weakref.ref(module)
     module = copy_module(module)
-    known = forward_of(module)
+    known = replaceable_forward(module)
     passes = list(known.passes) if known else []
     place = next((i for i, p in enumerate(passes) if p.name in new.before or new.name != p.name == "backend"), len(passes))
     for later in passes[place:]:

@@ -12,8 +12,9 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import CONSTANT, slot_of, sync_state
+from .._transformed import forward_of, transformed_part
 from .._unit_scaled import unmark
-from ._apply import CapturedGraph, Module, TransformedForward, copy_module, forward_of, logger
+from ._apply import CapturedGraph, Module, TransformedForward, copy_module, logger
 from ._own_copies import without_transforms
 from ._report import folded_reports, rewritten
 
@@ -43,10 +44,13 @@ def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
     forward = forward_of(module) if isinstance(module, nn.Module) else None
     unit_scaling = next((p.run for p in forward.passes if p.name == "unit_scale"), None) if forward else None
     if forward is None or unit_scaling is None:
+        part = transformed_part(module) if forward is None and isinstance(module, nn.Module) else ""
         raise Error(
-            f"this {type(module).__name__} was not unit-scaled",
+            f"this {type(module).__name__} was not unit-scaled" + (", a part of it was transformed" if part else ""),
             kind=ErrorKind.InvalidState,
-            remedy="fold what plumb.transforms.unit_scale returned, or a graph of unit-scaled operators: "
+            remedy=f"fold the part: fold({part})"
+            if part
+            else "fold what plumb.transforms.unit_scale returned, or a graph of unit-scaled operators: "
             "fold(plumb.capture(module, *inputs))",
         )
     captured = _graph_of(forward, args, kwargs)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from .._errors import Error, ErrorKind
+from .._transformed import KEPT, forward_of, wrap_again
 from .._unit_scaled import is_marked, mark, own_load_hook
 
 # Attributes that a transform adds to a module.
-ADDED = ("forward", "extra_repr", "_get_name", "scales_graph", "_slow_forward", "__deepcopy__", "__reduce_ex__")
+ADDED = ("forward", KEPT, "extra_repr", "_get_name", "scales_graph", "_slow_forward", "__deepcopy__", "__reduce_ex__")
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -50,8 +51,10 @@ def own_hooks(copied: nn.Module, memo: dict) -> None:
 
 
 def _attach(module: nn.Module, attach: Callable[..., None], forward: Any) -> nn.Module:
-    module.__dict__["forward"] = forward  # whose own forward the new one calls
-    attach(module, forward.passes_to_copy(), forward.copied_from)
+    now = module.__dict__.get("forward")
+    module.__dict__["forward"] = module.__dict__[KEPT] = forward  # whose own forward the new one calls
+    attach(module, forward.passes_to_copy(), forward.copied_from, forward if forward.module is module else None)
+    wrap_again(module, now)
     return module
 
 
@@ -60,16 +63,17 @@ def _deepcopy(module: nn.Module, attach: Callable[..., None], memo: dict) -> nn.
     for name in ADDED:  # the copy gets its own
         if name in own:
             memo[id(own[name])] = None
-    passes = own["forward"].passes_to_copy()
+    passes = own[KEPT].passes_to_copy()
     copied = type(module).__deepcopy__(module, memo)
-    attach(copied, copy.deepcopy(passes, memo), own["forward"].copied_from)
+    attach(copied, copy.deepcopy(passes, memo), own[KEPT].copied_from)
+    wrap_again(copied, own["forward"])
     return copied
 
 
 def _copy_fx(module: nn.Module) -> nn.Module:
     copied = torch.fx.GraphModule.__copy__(module)
     own = module.__dict__
-    return _attach(copied, own["__reduce_ex__"].args[1], own["forward"]) if "__reduce_ex__" in own else copied
+    return _attach(copied, own["__reduce_ex__"].args[1], own[KEPT]) if "__reduce_ex__" in own else copied
 
 
 def _reduce(module: nn.Module, attach: Callable[..., None], protocol: int) -> tuple:
@@ -84,7 +88,7 @@ def _reduce(module: nn.Module, attach: Callable[..., None], protocol: int) -> tu
     make, args, *rest = type(module).__reduce_ex__(module, protocol)
     args = tuple({k: v for k, v in a.items() if k not in ADDED} if isinstance(a, dict) else a for a in args)
     state, *items = rest or [None]
-    return _begun, (make, args, attach), (state, module.__dict__["forward"]), *items
+    return _begun, (make, args, attach), (state, module.__dict__[KEPT]), *items
 
 
 def _begun(make: Callable[..., nn.Module], args: tuple, attach: Callable[..., None]) -> nn.Module:
@@ -122,7 +126,7 @@ def forget_transforms(module: nn.Module) -> None:
 
 def without_transforms(module: nn.Module) -> None:
     """Takes off what transforms have put beside the module's own attributes."""
-    forward = module.__dict__.get("forward")
+    forward = forward_of(module)
     for name in ADDED:
         module.__dict__.pop(name, None)
     if getattr(forward, "own", None) is not None:

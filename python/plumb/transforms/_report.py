@@ -14,7 +14,7 @@ from .._arguments import checked
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import sync_state, unwrapped
-from ._apply import forward_of
+from .._transformed import forward_of, transformed_part
 
 # Reports of plain modules that fold() made, while they live. A graph keeps its own.
 folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
@@ -82,10 +82,11 @@ def report(module: nn.Module) -> Report:
     if forward is None and done:
         return Report(done)
     if forward is None:
+        part = transformed_part(module) if is_module else ""
         raise Error(
-            "the module was not transformed" if is_module else f"a {type(module).__name__} is no module",
+            "the module was not transformed" + (", a part of it was" if part else "") if is_module else f"a {type(module).__name__} is no module",
             kind=ErrorKind.InvalidState,
-            remedy="plumb.transforms.unit_scale(module) and the like first",
+            remedy=f"plumb.report({part})" if part else "plumb.transforms.unit_scale(module) and the like first",
         )
     if forward.last is None:
         raise Error(

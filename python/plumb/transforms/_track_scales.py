@@ -16,7 +16,8 @@ from .. import _C, functional
 from .._arguments import checked
 from .._errors import Error, ErrorKind
 from .._fx import find_operator, path, placeholder
-from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, forward_of, logger
+from .._transformed import forward_of
+from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, logger
 from .utils import PassBackend
 
 

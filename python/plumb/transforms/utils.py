@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from ._apply import CapturedGraph, Module, Pass, TransformedForward, apply_pass, forward_of, logger
+from .._transformed import forward_of
+from ._apply import CapturedGraph, Module, Pass, TransformedForward, apply_pass, logger
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
 """The type of ``torch.compile(backend=...)``: a function of a graph and its first inputs that returns a callable."""
