@@ -195,3 +195,56 @@ def test_more_kinds_of_inputs_than_graphs_are_kept_are_named_once(caplog, monkey
         for rows in (5, 1, 2):
             module(x[:1].expand(rows, 8))
     assert len(caplog.records) == 1 and "more than 4 kinds" in caplog.text and "pad_to_multiple_of" in caplog.text
+
+
+def test_weights_that_a_hook_brings_for_the_call_are_refused_with_the_remedy():
+    model = net()
+    values = model[0].weight.detach()
+    model[0].weight = nn.Parameter(values.to("meta"))
+    model[0].register_forward_pre_hook(lambda layer, _: setattr(layer, "weight", nn.Parameter(values)))  # as offloading does
+    with pytest.raises(plumb.Error, match=r"the parameter '0\.weight'.*\n  try: keep weights where the model runs.*\(offloading\)"):
+        track_scales(model)(x)
+
+
+def trained_by(module, step):
+    """Trains for three steps and returns the losses."""
+    optimizer = plumb.optim.AdamW(module.parameters(), lr=0.1)
+    losses = []
+    run, backward, optimizer = step(module, optimizer)
+    for scale in (1.0, 0.5, 2.0):
+        optimizer.zero_grad()
+        loss = (run(x * scale) - x[:, :4]).pow(2).mean()
+        losses.append(loss.item())
+        backward(loss)
+        optimizer.step()
+    return losses
+
+
+def test_accelerate_trains_a_transformed_module_with_the_losses_of_a_loop_by_hand():
+    accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    module = fp8()
+
+    def by_hand(module, optimizer):
+        return lambda x: torch.autocast("cpu", dtype=torch.bfloat16)(module)(x).float(), torch.Tensor.backward, optimizer
+
+    def by_accelerate(module, optimizer):
+        module, optimizer = accelerator.prepare(module, optimizer)
+        return module, accelerator.backward, optimizer
+
+    assert trained_by(module, by_accelerate) == trained_by(fp8(), by_hand)
+    assert len(plumb.report(module)) == 3
+    assert len(plumb.report(accelerator.unwrap_model(module, keep_fp32_wrapper=False))) == 3
+
+
+def test_adapters_of_peft_leave_the_weights_of_a_unit_scaled_module_and_are_merged_once_it_is_folded():
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    base = trained()
+    before = base[0].weight.detach().clone()
+    module = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    y = module(x)
+    assert torch.equal(before, base[0].base_layer.weight)
+    module.eval()
+    assert torch.equal(module(x), y)
+    module.base_model.model = fold(base)
+    torch.testing.assert_close(module.merge_and_unload()(x), y, rtol=1e-4, atol=1e-4)

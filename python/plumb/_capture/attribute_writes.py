@@ -313,15 +313,17 @@ class ModuleStateGuard:
         for owner, what, now, before in self.parts:
             changed = [key for key in {**before, **now} if now.get(key) is not before.get(key)]
             if changed:
-                found = found or (what, _full(owner, changed[0]))
+                found = found or (what, _full(owner, changed[0]), getattr(before.get(changed[0]), "is_meta", False))
                 now.clear()
                 now.update(before)
         if found:
-            what, name = found
+            what, name, was_elsewhere = found
             raise Error(
                 f"the forward makes the {what} '{name}', and a graph has those that were there before",
                 kind=ErrorKind.Capture,
-                remedy="if the layer makes it on its first batch, run the model once before; else make it in the constructor",
+                remedy="keep weights where the model runs, without hooks that bring them for a call (offloading)"
+                if was_elsewhere
+                else "if the layer makes it on its first batch, run the model once before; else make it in the constructor",
             )
 
     def _hang_on_inputs(self, tensors: list) -> bool:
