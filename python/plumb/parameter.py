@@ -105,6 +105,8 @@ def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: d
     rates = {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
     if rates == {0.0}:  # the first step of a warm-up
         return
+    if two is None:
+        _warn_of_early_rates(optimizer)
     # Rates that differ were chosen by somebody.
     if len(rates) != 1:
         by_factor = {_factor(group): i for i, group in enumerate(optimizer.param_groups)}
@@ -134,6 +136,22 @@ def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: d
         f"though {len(wrong)} of them need one for their size (u-μP): use {remedy}",
         stacklevel=3,
     )
+
+
+def _warn_of_early_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Warns of rates that plumb's optimizer made before the first graph showed which parameters are weights."""
+    rule = (getattr(optimizer, "_how", None) or [None])[0]
+    if rule is None:
+        return
+    made = [p for group in optimizer.param_groups for p in group["params"] if p in _rated and has_parameter_data(p)]
+    early = [p for p in made if float(rule(p)) != _rated[p]]
+    if early:
+        warnings.warn(
+            f"{type(optimizer).__name__} was made before the unit-scaled module first ran: {len(early)} of its {len(made)} learning rates "
+            "are not those that these parameters need for their size (u-μP), for the module's graph shows which are weights: call the "
+            "module once on a batch, then make the optimizer",
+            stacklevel=4,
+        )
 
 
 def _factor(group: dict[str, Any]) -> Optional[float]:

@@ -66,3 +66,26 @@ def test_rates_of_plumbs_optimizers_that_a_loop_or_schedule_sets_to_one_are_name
     warm, same = made(), plumb.optim.AdamW([scaled[0].weight], lr=1e-3)
     torch.optim.lr_scheduler.LambdaLR(warm, lambda step: step / 10)
     assert not steps(warm) and not steps(same)
+
+
+class Transposed(nn.Module):
+    """A weight of no layer of torch's, as Conv1D of transformers has it: only the graph shows that it is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_an_optimizer_that_was_made_before_the_graph_showed_the_weights_is_named_once_with_the_remedy():
+    for early in (True, False):
+        scaled = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.GELU(), Transposed()))
+        if not early:
+            scaled(torch.randn(2, 16))
+        optimizer = plumb.optim.AdamW(scaled.parameters(), lr=1e-3)
+        scaled(torch.randn(2, 16)).sum().backward()
+        said = steps(optimizer)
+        assert len(said) == early
+        assert all("1 of its 3 learning rates" in text and "call the module once on a batch" in text for text in said)
