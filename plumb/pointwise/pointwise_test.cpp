@@ -98,6 +98,16 @@ TEST(Pointwise, TakesOtherLayoutsAndThreads) {
   }
 }
 
+TEST(Pointwise, GradientsHaveTheLayoutOfTheOperatorsOneByOne) {
+  at::manual_seed(6);
+  for (const Case& c : kCases) {
+    const Tensors x = leaves(c.inputs, {40, 60}, at::kFloat), g = {at::randn({60, 40}).t()};
+    const auto fused = torch::autograd::grad({ops::pointwise(x, c.program)}, x, g);
+    const auto one_by_one = torch::autograd::grad({c.eager(x)}, x, g);
+    for (size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(same_bits(fused[i], one_by_one[i])) << c.program << i;
+  }
+}
+
 TEST(Pointwise, KeepsOnlyWhatTheGradientNeeds) {
   auto needs = [](const char* text, std::vector<bool> wanted) {
     const PointwiseNeeds n = pointwise_needs(PointwiseProgram::parse(text), wanted);

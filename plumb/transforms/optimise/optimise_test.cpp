@@ -133,6 +133,19 @@ TEST(Optimise, DoesNotMoveReadsOverWrites) {
   expect_same_bits(*module, *fast, {randn_there({30})});
 }
 
+TEST(Optimise, AFactorOfOneStaysBehindAResultThatTheGradientNeeds) {
+  auto module = module_of(R"(graph {
+    %x: f32[30] = placeholder "x"
+    %a: f32[30] = aten::tanh(%x)
+    %b: f32[30] = aten::mul.Tensor(%a, 1)
+    %c: f32[30] = aten::relu_(%b)
+    output(%c)
+  })");
+  auto fast = compile(module, {.min_elements = 0});
+  EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u);
+  expect_same_bits(*module, *fast, {randn_there({30})});
+}
+
 TEST(Optimise, CutsLongChainsAndStaysNearLinear) {
   std::string text = "graph {\n  %v0: f32[8] = placeholder \"x\"\n";
   for (int i = 0; i < 20000; ++i)

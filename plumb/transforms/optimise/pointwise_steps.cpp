@@ -189,6 +189,14 @@ bool does_nothing(const PointwiseStep& step) {
   return factors && factors->forward == 1 && factors->backward == 1;
 }
 
+// Returns whether a chain whose last step does nothing may end with `before` instead. Its result is no one's but the
+// user's, who may write it in place: it must not be one that a gradient needs.
+bool may_end_with(const std::vector<PointwiseStep>& steps, const PointwiseArg& before, int64_t num_inputs) {
+  if (before.kind != PointwiseArg::Step) return false;
+  const std::vector<bool> all(static_cast<size_t>(num_inputs), true);
+  return !pointwise_needs({steps, num_inputs}, all).kept[static_cast<size_t>(before.index)];
+}
+
 }  // namespace
 
 void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exact) {
@@ -202,8 +210,7 @@ void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exa
     PointwiseStep step = program.steps[i];
     step.a = moved(step.a);
     step.b = moved(step.b);
-    const bool last = i + 1 == program.steps.size();
-    if (does_nothing(step) && (!last || step.a.kind == PointwiseArg::Step)) {
+    if (does_nothing(step) && (i + 1 < program.steps.size() || may_end_with(steps, step.a, program.num_inputs))) {
       now.push_back(step.a);
       continue;
     }
