@@ -143,7 +143,7 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
                         !at::areAnyTensorSubclassLike(gradients) && !at::areAnyTensorSubclassLike(inputs) &&
                         !at::areAnyTensorSubclassLike(steps);
     if (const Tensor& g = gradients[0]; g.defined()) {
-      // Of a gradient in another order operators one by one keep the order or not, and later sums go along memory.
+      // Operators one by one may keep the memory order of a gradient, and the sums that follow go along memory.
       const bool ordered = g.layout() == at::kStrided && (g.is_contiguous() || !g.is_non_overlapping_and_dense());
       if (blocks && ordered && (g.is_cpu() || pointwise_kernels_for(g)))
         add(backward_in_blocks(*program, needs, g.resolve_neg().contiguous(), inputs, steps, wanted));

@@ -189,8 +189,8 @@ bool does_nothing(const PointwiseStep& step) {
   return factors && factors->forward == 1 && factors->backward == 1;
 }
 
-// Returns whether a chain whose last step does nothing may end with `before` instead. Its result is no one's but the
-// user's, who may write it in place: it must not be one that a gradient needs.
+// Returns whether a chain whose last step does nothing may end with `before` instead. Later operators may write the
+// chain's result in place, so it must not be one that a gradient needs.
 bool may_end_with(const std::vector<PointwiseStep>& steps, const PointwiseArg& before, int64_t num_inputs) {
   if (before.kind != PointwiseArg::Step) return false;
   const std::vector<bool> all(static_cast<size_t>(num_inputs), true);

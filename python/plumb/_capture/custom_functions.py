@@ -199,8 +199,8 @@ def opaque_functions() -> ContextManager:
         slots = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         shape: list[Any] = []
         regions = autocast_regions()
-        # Those that the capture alone lets require grad are given as they were; what becomes of them in the capture requires
-        # grad again, for the next function to be a node, too.
+        # The capture alone lets these require grad: the function gets them as the caller gave them, and its results require
+        # grad again, so that a function which takes them is a node, too.
         detached = [as_given(t) is not t for t in tensors]
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
