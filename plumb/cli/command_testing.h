@@ -10,6 +10,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <sstream>
@@ -105,30 +106,41 @@ inline const fs::path& written_by_python() {
   return written.path;
 }
 
-// Returns the words that start the command: in a fork of one that has loaded its libraries, for that takes 0.2 s. A
-// sanitizer must be the first library, and has the command started anew.
+// Returns the words that start what `program` runs in a fork of a process that has loaded libtorch, for that takes 0.2
+// s, or 1.5 s in Python (tests/command). `end`: of the name of its socket.
+inline std::string loaded(const std::string& end, const std::function<void(const std::string& socket)>& program) {
+  const std::string name = std::to_string(::getpid()) + end;
+  const sockaddr_un address = address_of(name);
+  const int listening = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  EXPECT_EQ(::bind(listening, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  EXPECT_EQ(::listen(listening, 64), 0);
+  if (::fork() == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    program(std::to_string(listening));
+    ::_exit(127);
+  }
+  ::close(listening);
+  return PLUMB_ASK " " + name;
+}
+
 inline std::string command() {
 #ifdef PLUMB_LOADED_COMMAND
-  static const std::string words = [] {
-    const std::string process = std::to_string(::getpid());
-    const sockaddr_un address = address_of(process);
-    const int listening = ::socket(AF_UNIX, SOCK_STREAM, 0);
-    EXPECT_EQ(::bind(listening, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
-    EXPECT_EQ(::listen(listening, 64), 0);
-    if (::fork() == 0) {
-      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      ::setenv("LD_PRELOAD", PLUMB_LOADED_COMMAND, 1);
-      ::setenv("PLUMB_COMMANDS_FROM", std::to_string(listening).c_str(), 1);
-      ::execl(PLUMB_COMMAND, PLUMB_COMMAND, nullptr);
-      ::_exit(127);
-    }
-    ::close(listening);
-    return PLUMB_ASK " " + process;
-  }();
+  static const std::string words = loaded("", [](const std::string& socket) {
+    ::setenv("LD_PRELOAD", PLUMB_LOADED_COMMAND, 1);
+    ::setenv("PLUMB_COMMANDS_FROM", socket.c_str(), 1);
+    ::execl(PLUMB_COMMAND, PLUMB_COMMAND, nullptr);
+  });
   return words;
 #else
-  return PLUMB_COMMAND;
+  return PLUMB_COMMAND;  // a sanitizer must be the first library
 #endif
+}
+
+inline std::string python() {
+  static const std::string words = loaded("_python", [](const std::string& socket) {
+    ::execl(PLUMB_TEST_PYTHON, PLUMB_TEST_PYTHON, PLUMB_LOADED_PYTHON, socket.c_str(), nullptr);
+  });
+  return words;
 }
 
 }  // namespace command_testing
@@ -187,7 +199,7 @@ class Command : public testing::Test {
   // Runs Python on the folder's files; fails the test if it does.
   static void python(const std::string& text) {
     std::ofstream(folder() / "check.py") << "import torch\n" << text << "\n";
-    const Ended run = shell(PLUMB_TEST_PYTHON " check.py");
+    const Ended run = shell(command_testing::python() + " check.py");
     EXPECT_EQ(run.code, 0) << run.err;
   }
   // Returns the lines of standard error but for those that say how long a part took, which slow machines have.
