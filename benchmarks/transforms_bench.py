@@ -23,7 +23,8 @@ from typing import Any, Callable
 
 import torch
 from execution_bench import load_cases, status, table, timed, verdict
-from plumb.transforms._apply import CapturedGraph, Pass, apply_pass, forward_of
+from plumb._transformed import forward_of
+from plumb.transforms._apply import CapturedGraph, Pass, apply_pass
 from torch import nn
 
 import plumb

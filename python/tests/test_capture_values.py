@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import zoo
-from plumb.transforms._apply import forward_of
+from plumb._transformed import forward_of
 from torch import nn
 
 import plumb

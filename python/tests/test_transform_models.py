@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from plumb.transforms._apply import forward_of
+from plumb._transformed import forward_of
 from torch import nn
 from transform_models import MODELS, made, run
 
