@@ -99,8 +99,8 @@ def rated(parameter: Tensor, factor: float) -> None:
 def _warn_of_flat_rates(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     """Warns at the first step of an optimizer that gives unit-scaled parameters the rates of plain ones, or that has come to do so."""
     if (two := _seen.get(optimizer)) is not None:
-        some = [optimizer.param_groups[i]["lr"] for i in two]
-        if not some or isinstance(some[0], Tensor) or some[0] != some[1]:  # a tensor's value may be on a device
+        some = [optimizer.param_groups[i]["lr"] for i in two if i < len(optimizer.param_groups)]  # groups may have been taken out
+        if len(some) < 2 or isinstance(some[0], Tensor) or some[0] != some[1]:  # a tensor's value may be on a device
             return
     rates = {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
     if rates == {0.0}:  # the first step of a warm-up

@@ -68,6 +68,15 @@ def test_rates_of_plumbs_optimizers_that_a_loop_or_schedule_sets_to_one_are_name
     assert not steps(warm) and not steps(same)
 
 
+def test_an_optimizer_may_lose_groups_after_its_first_step():
+    scaled = unit_scale(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)))
+    scaled(torch.randn(2, 16)).sum().backward()
+    optimizer = plumb.optim.AdamW(scaled.parameters(), lr=1e-3)
+    assert not steps(optimizer)
+    del optimizer.param_groups[1:]
+    assert not steps(optimizer)
+
+
 class Transposed(nn.Module):
     """A weight of no layer of torch's, as Conv1D of transformers has it: only the graph shows that it is one."""
 
