@@ -1,5 +1,5 @@
-// ask PROCESS ARGUMENTS...: runs the command with these arguments in a fork of the one that the tests of PROCESS have
-// loaded (loaded.cpp), with this process's streams, folder and environment, and ends as it does.
+// ask NAME ARGUMENTS...: runs the command (loaded.cpp) or Python (loaded.py) with these arguments in a fork of the
+// process that listens under this name, with this process's streams, folder and environment, and ends as the fork does.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>

@@ -1,5 +1,5 @@
-// A request to run the command: the number of the process that asks, whose arguments and environment are the command's,
-// with its standard streams and its folder.
+// A request to run the command or Python: the number of the process that asks, whose arguments and environment are
+// taken, with its standard streams and its folder.
 #pragma once
 
 #include <sys/socket.h>
@@ -16,11 +16,11 @@ struct Request {
   int files[4] = {};  // stdin, stdout, stderr, the folder
 };
 
-// Returns the address where the tests of a process have their commands run: a name that no file has.
-inline sockaddr_un address_of(const std::string& process) {
+// Returns the address of the process that listens under a name, which is no file's.
+inline sockaddr_un address_of(const std::string& listener) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  const std::string name = "plumb_commands_" + process;
+  const std::string name = "plumb_commands_" + listener;
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   return address;
 }
