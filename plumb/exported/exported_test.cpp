@@ -148,7 +148,7 @@ TEST(Exported, TiedWeightsAreOneTensorWithTwoNames) {
 
 TEST(Exported, KeepsTagsOfParameters) {
   ExportedProgram program = load_pt2(programs() / "gpt_tied.pt2");
-  const ParameterData tied{MupType::Weight, std::nullopt}, deep{MupType::Bias, 6};
+  const ParameterData tied{MupType::Weight, std::nullopt}, deep{MupType::Bias, 6, 12};
   tag(program.module->state().get("tok.weight").tensor, tied);
   std::string other;
   for (const Attr& attr : program.module->state()) {

@@ -85,6 +85,7 @@ TEST(HostileFiles, TagsOfParametersAreChecked) {
            {"{\"" + name + R"(": {"type": 3}})", "a string was expected"},
            {"{\"" + name + R"(": {"type": "weight", "depth": -1}})", "-1"},
            {"{\"" + name + R"(": {"type": "weight", "depth": "x"}})", "an integer was expected"},
+           {"{\"" + name + R"(": {"type": "weight", "fan_in": 0}})", "A fan-in is at least 1"},
            {"[]", "an object was expected"},
            {"{", "plumb_parameter_tags.json"}}) {
     Archive archive("linear");

@@ -436,8 +436,9 @@ class Loader {
       const Attr* attr = state_.find(it.key());
       if (!attr || !attr->tensor.defined()) tags.fail(*it, "'" + it.key() + "' is no parameter of the program");
       try {
-        ParameterData data{mup_type_from(tags.string(tags.at(*it, "type"))), std::nullopt};
+        ParameterData data{mup_type_from(tags.string(tags.at(*it, "type")))};
         if (const Json* depth = tags.find(*it, "depth")) data.scaling_depth = tags.integer(*depth);
+        if (const Json* fan_in = tags.find(*it, "fan_in")) data.fan_in = tags.integer(*fan_in);
         tag(attr->tensor, data);
       } catch (const Error& e) {
         if (e.kind() == ErrorKind::BadFile) throw;

@@ -36,6 +36,7 @@ Json tags_of(const State& state) {
     if (!data) continue;
     tags[attr.name]["type"] = to_string(data->type);
     if (data->scaling_depth) tags[attr.name]["depth"] = *data->scaling_depth;
+    if (data->fan_in) tags[attr.name]["fan_in"] = *data->fan_in;
   }
   return tags;
 }

@@ -15,9 +15,9 @@
 namespace plumb::pt2 {
 
 // Entries of the archive that torch.export hands through as extra files: ExportedProgram::pretrained; tags of
-// parameters, for u-muP's learning rates (plumb/tensors/parameter_tag.h), {"fc.weight": {"type": "weight", "depth":
-// 4}}; one that is there or not, with no content; and the mode that a graph was made in, if its forward reads the mode,
-// {"training": true, "read_at": "model.py:12"}.
+// parameters, for u-muP's learning rates (plumb/tensors/parameter_tag.h), {"fc.weight": {"type": "weight", "depth": 4,
+// "fan_in": 64}}, the last two where a tag has them; one that is there or not, with no content; and the mode that a
+// graph was made in, if its forward reads the mode, {"training": true, "read_at": "model.py:12"}.
 inline constexpr const char* kPretrained = "extra/plumb_pretrained.json";
 inline constexpr const char* kTags = "extra/plumb_parameter_tags.json";
 inline constexpr const char* kUnitScaledLayers = "extra/plumb_unit_scaled_layers";

@@ -195,7 +195,7 @@ TEST(StageBytes, KeepsTiesStridesAndTypes) {
 
 TEST(StageBytes, StagesTheirCopiesAndTheirBytesKeepTagsOfParameters) {
   auto whole = gpt(2, true, true);
-  const ParameterData embedding{MupType::Weight, std::nullopt}, up{MupType::Weight, 4};
+  const ParameterData embedding{MupType::Weight, std::nullopt}, up{MupType::Weight, 4, 48};
   const auto names = whole->state().names(AttrKind::Parameter);
   const std::string deep =
       *std::find_if(names.begin(), names.end(), [](const std::string& n) { return n.ends_with(".1.up.weight"); });

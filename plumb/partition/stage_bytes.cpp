@@ -104,8 +104,9 @@ State read_state(const json& header, std::string_view bytes) {
       t = t.detach().set_requires_grad(true);
     }
     if (entry.contains("tag")) {
-      ParameterData data{mup_type_from(entry["tag"].get<std::string>()), std::nullopt};
+      ParameterData data{mup_type_from(entry["tag"].get<std::string>())};
       if (entry.contains("depth")) data.scaling_depth = entry["depth"].get<int64_t>();
+      if (entry.contains("fan_in")) data.fan_in = entry["fan_in"].get<int64_t>();
       tag(t, data);
     }
     tensors.push_back(std::move(t));
@@ -155,6 +156,7 @@ std::string serialize_stage(const Pipe& pipe, int index) {
     if (const auto data = parameter_data(attr.tensor)) {
       tensors.back()["tag"] = to_string(data->type);
       if (data->scaling_depth) tensors.back()["depth"] = *data->scaling_depth;
+      if (data->fan_in) tensors.back()["fan_in"] = *data->fan_in;
     }
     if (flat.nbytes()) data.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
   }

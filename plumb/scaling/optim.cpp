@@ -9,12 +9,8 @@
 namespace plumb::optim {
 namespace {
 
-// Values that one output sums over; for an embedding, the size of a row. A weight without elements is never stepped:
-// any factor will do.
-double fan_in(at::IntArrayRef sizes) {
-  if (sizes.empty()) return 1;
-  const int64_t values = sizes.size() == 1 ? sizes[0] : c10::multiply_integers(sizes.slice(1));
-  return static_cast<double>(std::max<int64_t>(values, 1));
+double fan_in(const ParameterData& data, at::IntArrayRef sizes) {
+  return static_cast<double>(data.fan_in.value_or(shape_fan_in(sizes)));
 }
 
 // std::pow has the bits of Python's `x ** power`, which 1 / std::sqrt(x) has not.
@@ -28,7 +24,7 @@ double lr_scale_for_depth(const ParameterData& data) {
 
 double lr_scale_func_adam(const ParameterData& data, at::IntArrayRef sizes) {
   const double scale = lr_scale_for_depth(data);
-  return data.type == MupType::Weight ? scale * to_power(fan_in(sizes), -0.5) : scale;
+  return data.type == MupType::Weight ? scale * to_power(fan_in(data, sizes), -0.5) : scale;
 }
 
 LrScale lr_scale_func_sgd(const std::optional<std::string>& readout_constraint) {
@@ -41,7 +37,7 @@ LrScale lr_scale_func_sgd(const std::optional<std::string>& readout_constraint) 
   return [](const ParameterData& data, at::IntArrayRef sizes) {
     const double scale = lr_scale_for_depth(data);
     switch (data.type) {
-      case MupType::Weight: return scale * to_power(fan_in(sizes), 0.5);
+      case MupType::Weight: return scale * to_power(fan_in(data, sizes), 0.5);
       case MupType::Bias:
       case MupType::Norm: return sizes.empty() ? scale : scale * static_cast<double>(sizes[0]);
       case MupType::Output: return scale;

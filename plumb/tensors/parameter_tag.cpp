@@ -41,9 +41,15 @@ MupType mup_type_from(std::string_view name) {
               "weight, bias, norm or output");
 }
 
+int64_t shape_fan_in(at::IntArrayRef sizes) {
+  if (sizes.empty()) return 1;
+  // A weight without elements is never stepped: any number will do.
+  return std::max<int64_t>(sizes.size() == 1 ? sizes[0] : c10::multiply_integers(sizes.slice(1)), 1);
+}
+
 at::Tensor make_parameter(at::Tensor data, MupType type, std::optional<int64_t> scaling_depth) {
   auto parameter = data.detach().requires_grad_();
-  tag(parameter, {type, scaling_depth});
+  tag(parameter, {type, scaling_depth, std::nullopt});
   return parameter;
 }
 
@@ -53,6 +59,8 @@ void tag(const at::Tensor& parameter, ParameterData data) {
     throw Error(ErrorKind::InvalidArgument,
                 "A scaling depth is at least 1, not " + std::to_string(*data.scaling_depth) + ".");
   }
+  if (data.fan_in && *data.fan_in < 1)
+    throw Error(ErrorKind::InvalidArgument, "A fan-in is at least 1, not " + std::to_string(*data.fan_in) + ".");
   auto& tags = all_tags();
   std::lock_guard lock(tags.mutex);
   tags.entries.insert_or_assign(parameter.unsafeGetTensorImpl(), Entry{Weak(parameter.getIntrusivePtr()), data});

@@ -3,6 +3,7 @@
 #include "plumb/graph/node_kind.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8_recipes.h"
+#include "plumb/scaling/optim.h"
 #include "plumb/transforms/fold/fold.h"
 #include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/formats/use_fp8.h"
@@ -41,7 +42,16 @@ std::pair<std::shared_ptr<GraphModule>, py::dict> with_report(const std::shared_
   return {made, to_python(made->reports.back())};
 }
 
-// The report, and for every parameter what an optimizer must know: (name, type, depth or None).
+// Tags as Python has them: (type, depth or None, fan-in or None).
+using Tag = std::tuple<std::string, std::optional<int64_t>, std::optional<int64_t>>;
+Tag to_python(const ParameterData& data) {
+  return {std::string(to_string(data.type)), data.scaling_depth, data.fan_in};
+}
+ParameterData to_engine(const Tag& tag) {
+  return {mup_type_from(std::get<0>(tag)), std::get<1>(tag), std::get<2>(tag)};
+}
+
+// The report, and the tag of every parameter by its name.
 py::tuple scale(GraphModule& engine, const Replacements& replace, const Residuals& residuals, ParameterScaling* live,
                 std::map<std::string, bool> keep) {
   UnitScaleOptions options = scale_options(replace, residuals);
@@ -52,8 +62,8 @@ py::tuple scale(GraphModule& engine, const Replacements& replace, const Residual
   const py::dict report =
       reported("unit_scale", engine, [&](Report* r) { return unit_scale(engine, options, r, &mup); });
   engine.sync_module();
-  std::vector<std::tuple<std::string, std::string, std::optional<int64_t>>> tags;
-  for (const auto& [name, data] : mup) tags.emplace_back(name, to_string(data.type), data.scaling_depth);
+  std::vector<std::pair<std::string, Tag>> tags;
+  for (const auto& [name, data] : mup) tags.emplace_back(name, to_python(data));
   return py::make_tuple(report, tags);
 }
 
@@ -219,18 +229,21 @@ Register transforms_part([](py::module_& m) {
   m.def(
       "fold", [](const std::shared_ptr<GraphModule>& engine) { return with_report(fold(engine)); }, py::arg("module"));
   m.def(
-      "tag",
-      [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
-        tag(parameter, {mup_type_from(type), depth});
-      },
-      py::arg("parameter"), py::arg("type"), py::arg("depth"));
+      "tag", [](const at::Tensor& parameter, const Tag& data) { tag(parameter, to_engine(data)); },
+      py::arg("parameter"), py::arg("tag"));
   m.def(
       "tag_of",
       [](const at::Tensor& parameter) {
         const auto data = parameter_data(parameter);
-        return data ? std::optional(std::pair(std::string(to_string(data->type)), data->scaling_depth)) : std::nullopt;
+        return data ? std::optional(to_python(*data)) : std::nullopt;
       },
       py::arg("parameter"));
+  m.def(
+      "lr_scale",
+      [](const Tag& data, const std::vector<int64_t>& sizes, const std::optional<std::string>& readout_constraint) {
+        return optim::lr_scale_func_sgd(readout_constraint)(to_engine(data), sizes);
+      },
+      py::arg("tag"), py::arg("sizes"), py::arg("readout_constraint"));
   m.def("simulate_format", &simulate, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"),
         py::arg("operators"), py::arg("exclude"), py::arg("recipe") = "");
   m.def("use_fp8", &fp8, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"), py::arg("kernel"),

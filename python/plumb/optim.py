@@ -6,15 +6,15 @@ parameter groups for any other optimizer.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from . import _C
 from ._state import is_distributed
-from .parameter import ParameterData, has_parameter_data, rated
+from .parameter import ParameterData, has_parameter_data, rated, tag_of
 
 LrScale = Callable[[ParameterData], float]
 
@@ -24,27 +24,13 @@ def lr_scale_for_depth(param: ParameterData) -> float:
     return 1 if param.mup_scaling_depth is None else param.mup_scaling_depth**-0.5
 
 
-def _fan_in(param: ParameterData) -> int:
-    """Values that one output sums over (for an embedding: the size of a row)."""
-    # A weight without elements is never stepped; any factor will do.
-    return max(1, param.shape[0] if len(param.shape) == 1 else prod(param.shape[1:]))
-
-
 def lr_scale_func_adam(param: ParameterData) -> float:
     """Returns the factor on the learning rate for optimizers whose updates do not depend on the gradient's size."""
-    scale = lr_scale_for_depth(param)
-    if param.mup_type == "weight":
-        return scale * _fan_in(param) ** -0.5
-    return scale
+    return _C.lr_scale(tag_of(param), param.shape, None)
 
 
 def _lr_scale_func_sgd_constrained(param: ParameterData) -> float:
-    scale = lr_scale_for_depth(param)
-    if param.mup_type == "weight":
-        return scale * _fan_in(param) ** 0.5
-    if param.mup_type in ("bias", "norm"):
-        return scale * (param.shape[0] if param.shape else 1)
-    return scale
+    return _C.lr_scale(tag_of(param), param.shape, "to_output_scale")
 
 
 def lr_scale_func_sgd(readout_constraint: Optional[str]) -> LrScale:
@@ -97,7 +83,7 @@ def scaled_parameters(
                 if is_distributed(param):
                     remedy = (
                         "sharding made it anew (DTensor). Before fully_shard(model) keep tags = {name: (p.mup_type,"
-                        " p.mup_scaling_depth) for name, p in model.named_parameters()}, and after it call"
+                        " p.mup_scaling_depth, p.mup_fan_in) for name, p in model.named_parameters()}, and after it call"
                         " plumb.parameter.tag_parameter(p, *tags[name]) for each."
                     )
                 raise ValueError(f"A parameter of shape {tuple(param.shape)} has no mup_type: {remedy}")

@@ -31,6 +31,7 @@ class ParameterData(Protocol):
 
     mup_type: MupType
     mup_scaling_depth: Optional[int]
+    mup_fan_in: Optional[int]
     shape: torch.Size
 
 
@@ -40,30 +41,41 @@ def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:
     return getattr(parameter, "mup_type", None) in get_args(MupType) and (depth is None or isinstance(depth, int))
 
 
-def Parameter(data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
-    """Returns a ``torch.nn.Parameter`` with ``mup_type`` and ``mup_scaling_depth``, kept by deep copies and pickling.
+def Parameter(
+    data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] = None, mup_fan_in: Optional[int] = None
+) -> nn.Parameter:
+    """Returns a ``torch.nn.Parameter`` with these attributes, kept by deep copies and pickling.
 
     Args:
         mup_type: ``"weight"``, ``"bias"``, ``"norm"`` or ``"output"``: the role, which decides the learning rate.
         mup_scaling_depth: how many layers the parameter's stack has, where depth scales the learning rate.
+        mup_fan_in: how many values an output sums over, of a weight that does not have its outputs in its first dimension.
     """
-    return tag_parameter(nn.Parameter(data), mup_type, mup_scaling_depth)
+    return tag_parameter(nn.Parameter(data), mup_type, mup_scaling_depth, mup_fan_in)
 
 
 @checked
-def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
-    """Tags a parameter that exists already, and returns it."""
+def tag_parameter(
+    parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: Optional[int] = None, mup_fan_in: Optional[int] = None
+) -> nn.Parameter:
+    """Tags a parameter that exists already, and returns it: see :func:`Parameter`."""
     if mup_type not in get_args(MupType):
         raise ValueError(f"mup_type must be one of {', '.join(get_args(MupType))}, not {mup_type!r}.")
     parameter.mup_type = mup_type
     parameter.mup_scaling_depth = mup_scaling_depth
+    parameter.mup_fan_in = mup_fan_in
     # copy and pickle look on the object first; nn.Parameter's own methods would drop the tags or keep these methods.
     parameter.__deepcopy__ = _Method(_deepcopy, parameter)
     parameter.__reduce_ex__ = _Method(_reduce_ex, parameter)
-    _C.tag(parameter, mup_type, mup_scaling_depth)
+    _C.tag(parameter, tag_of(parameter))
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_warn_of_flat_rates))
     return parameter
+
+
+def tag_of(parameter: ParameterData) -> tuple[MupType, Optional[int], Optional[int]]:
+    """Returns a tagged parameter's arguments of :func:`tag_parameter`."""
+    return parameter.mup_type, parameter.mup_scaling_depth, getattr(parameter, "mup_fan_in", None)  # older files have no fan-in
 
 
 def keep_tags(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -74,7 +86,7 @@ def keep_tags(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_
     for name, before in module.named_parameters(prefix[:-1], remove_duplicate=False):
         if has_parameter_data(before) and isinstance(given := state_dict.get(name), Tensor):
             now = given if isinstance(given, nn.Parameter) else nn.Parameter(given, before.requires_grad)
-            state_dict[name] = tag_parameter(now, before.mup_type, before.mup_scaling_depth)
+            state_dict[name] = tag_parameter(now, *tag_of(before))
 
 
 class _Method:
@@ -161,14 +173,14 @@ def _factor(group: dict[str, Any]) -> Optional[float]:
 
 def untag_parameter(parameter: nn.Parameter) -> None:
     """Takes away what `tag_parameter` gave, in Python."""
-    for name in ("mup_type", "mup_scaling_depth", NAME, "__deepcopy__", "__reduce_ex__"):
+    for name in ("mup_type", "mup_scaling_depth", "mup_fan_in", NAME, "__deepcopy__", "__reduce_ex__"):
         vars(parameter).pop(name, None)
 
 
 def tell_engine(parameter: Tensor) -> None:
     """Tags that were set or changed as attributes: the engine writes its own into files and stages."""
     if has_parameter_data(parameter):
-        _C.tag(parameter, parameter.mup_type, parameter.mup_scaling_depth)
+        _C.tag(parameter, tag_of(parameter))
 
 
 def made_from(tensor: Tensor) -> nn.Parameter:
@@ -181,7 +193,7 @@ def made_from(tensor: Tensor) -> nn.Parameter:
 def _deepcopy(self: nn.Parameter, memo: Dict[int, Any]) -> nn.Parameter:
     copy = nn.Parameter.__deepcopy__(self, memo)
     vars(copy).update({k: v for k, v in vars(self).items() if k == NAME})
-    return tag_parameter(copy, self.mup_type, self.mup_scaling_depth)
+    return tag_parameter(copy, *tag_of(self))
 
 
 def _reduce_ex(self: nn.Parameter, protocol: int) -> Any:
@@ -192,7 +204,7 @@ def _reduce_ex(self: nn.Parameter, protocol: int) -> Any:
 def _rebuild(data: Tensor, requires_grad: bool, hooks: OrderedDict, state: Dict[str, Any]) -> nn.Parameter:
     parameter = torch._utils._rebuild_parameter(data, requires_grad, hooks)
     vars(parameter).update(state)
-    return tag_parameter(parameter, state["mup_type"], state["mup_scaling_depth"])
+    return tag_parameter(parameter, *tag_of(parameter))
 
 
 __all__ = ["MupType", "Parameter", "ParameterData", "has_parameter_data", "tag_parameter"]

@@ -186,7 +186,7 @@ def optimizers(rank):
         return [group["lr"] for group in optimizer.param_groups], [whole(p) for p in model.parameters()]
 
     model = unit_scale(Net())
-    tags = {name: (p.mup_type, p.mup_scaling_depth) for name, p in model.named_parameters()}
+    tags = {name: (p.mup_type, p.mup_scaling_depth, p.mup_fan_in) for name, p in model.named_parameters()}
     fully_shard(model)
     text = refused(plumb.optim.AdamW, model.parameters())
     for name, p in model.named_parameters():

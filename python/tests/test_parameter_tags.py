@@ -18,7 +18,7 @@ from plumb.transforms import unit_scale
 
 def tags(module):
     return {
-        n: (p.mup_type, p.mup_scaling_depth)
+        n: plumb.parameter.tag_of(p)
         for n, p in module.named_parameters(remove_duplicate=False)
         if hasattr(p, "mup_type")
     }
@@ -57,7 +57,7 @@ def test_a_transformed_model_that_nobody_has_is_free_after_one_look_for_cycles(s
 
 def test_a_file_keeps_tags(scaled, tmp_path):
     model, args = scaled
-    model.ln.weight.mup_scaling_depth = 7  # set by hand, as an attribute
+    model.ln.weight.mup_scaling_depth, model.ln.weight.mup_fan_in = 7, 5  # set by hand, as attributes
     graph = plumb.capture(model, *args)
     plumb.save_pt2(graph, tmp_path / "m.pt2")
     again = plumb.load_pt2(tmp_path / "m.pt2")
@@ -114,4 +114,4 @@ def test_tags_set_on_a_plain_module_travel_too(tmp_path):
     net = nn.Linear(4, 4)
     plumb.parameter.tag_parameter(net.weight, "output", 3)
     plumb.save_pt2(plumb.capture(net, torch.randn(2, 4)), tmp_path / "m.pt2")
-    assert tags(plumb.load_pt2(tmp_path / "m.pt2")) == {"weight": ("output", 3)}
+    assert tags(plumb.load_pt2(tmp_path / "m.pt2")) == {"weight": ("output", 3, None)}

@@ -147,6 +147,36 @@ def test_learning_rates_follow_type_fan_in_and_depth():
     assert [g["lr"] * g["weight_decay"] for g in groups] == pytest.approx([0.01] * 4)
 
 
+class Stored(nn.Module):
+    """Weights whose first dimension is not their outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.product = nn.Parameter(torch.randn(16, 4))
+        self.addmm, self.shift = nn.Parameter(torch.randn(4, 64)), nn.Parameter(torch.zeros(64))
+        self.experts = nn.Parameter(torch.randn(3, 16, 64))
+        self.batched = nn.Parameter(torch.randn(2, 16, 9))
+        self.turned = nn.Parameter(torch.randn(25, 9))
+        self.spread = nn.ConvTranspose1d(25, 9, 6, stride=3, bias=False)
+
+    def forward(self, x):
+        x = torch.addmm(self.shift, x @ self.product, self.addmm)
+        x = F.linear(x, self.experts[0]) + F.linear(x, self.experts[2])
+        x = torch.bmm(torch.stack([x, -x]), self.batched)
+        x = (x @ self.turned.t()).sum(0)
+        return self.spread(x.unsqueeze(-1))
+
+
+def test_the_fan_in_is_what_an_output_sums_over_however_a_weight_is_stored():
+    net = plumb.transforms.unit_scale(Stored())
+    net(torch.randn(5, 16))
+    optimizer = plumb.optim.AdamW(net.named_parameters(), lr=1.0)
+    rates = {g["param_names"][0]: g["lr"] ** -2 for g in optimizer.param_groups}
+    expected = {"product": 16, "addmm": 4, "experts": 64, "batched": 16, "turned": 9, "spread.weight": 25 * 6 / 3, "shift": 1}
+    assert rates == pytest.approx(expected)
+    assert {n for n, p in net.named_parameters() if p.mup_fan_in is None} == {"turned", "shift"}  # their shape says so
+
+
 def test_parameters_may_come_by_name_and_without_dimensions():
     net = plumb.transforms.unit_scale(nn.Sequential(nn.Linear(16, 4)))
     net.gain = plumb.Parameter(torch.tensor(1.0), "norm")

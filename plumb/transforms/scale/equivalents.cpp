@@ -103,12 +103,6 @@ int64_t head_size(const Node* node) {
   return query && query->meta() && !query->meta()->sizes.empty() ? query->meta()->sizes.back() : 0;
 }
 
-// Returns the sizes of an argument, where it is a tensor whose sizes are known.
-std::optional<std::vector<int64_t>> sizes_of_argument(const Node* node, std::string_view name) {
-  const Value* value = node->arg(name).value();
-  return value && value->meta() ? std::optional(value->meta()->sizes) : std::nullopt;
-}
-
 Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   // addmm's matrix is (in, out), a linear's weight (out, in): usually it is a transposed one already.
   Value* value = arg.value();
@@ -156,6 +150,11 @@ const Node* reader_of_range(const Value* value, bool returned) {
 }
 
 }  // namespace
+
+std::optional<std::vector<int64_t>> sizes_of_argument(const Node* node, std::string_view name) {
+  const Value* value = node->arg(name).value();
+  return value && value->meta() ? std::optional(value->meta()->sizes) : std::nullopt;
+}
 
 const Equivalent* find_equivalent(const Node* node) { return find_in(tables().of_torch, node); }
 

@@ -28,6 +28,9 @@ const Equivalent* find_equivalent(const Node* node);
 // Returns the entry of a node that is a unit-scaled operator already, its arguments' names its own. Null if it is none.
 const Equivalent* find_unit_scaled(const Node* node);
 
+// Returns the sizes of an argument, where it is a tensor whose sizes are known.
+std::optional<std::vector<int64_t>> sizes_of_argument(const Node* node, std::string_view name);
+
 // Returns why this call cannot be replaced although its operator can; nullopt if it can.
 std::optional<std::string> why_not(const Node* node);
 

@@ -426,6 +426,24 @@ class ParameterWriter {
   bool changed_ = false;
 };
 
+// Returns how many values of its weight an output of the product sums over; nullopt if no size of an operand says so.
+std::optional<int64_t> fan_in(const Node* node) {
+  const Contraction& product = node->facts().contraction;
+  if (product.kind == ContractionKind::Product) {
+    for (const auto& [name, dim] : product.named_operands()) {
+      const auto sizes = sizes_of_argument(node, name);
+      const size_t from_end = static_cast<size_t>(-dim);
+      if (sizes && sizes->size() >= from_end) return (*sizes)[sizes->size() - from_end];
+    }
+  } else if (product.kind == ContractionKind::TransposedConvolution) {
+    const auto sizes = sizes_of_argument(node, "weight");  // in x out / groups x kernel
+    if (!sizes || sizes->size() < 2) return std::nullopt;
+    const int64_t spread = c10::multiply_integers(node->arg("stride").constant().toIntVector());
+    return (*sizes)[0] * shape_fan_in(*sizes) / ((*sizes)[1] * node->arg("groups").constant().toInt() * spread);
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& report, ParameterScaling* live) {
@@ -452,8 +470,13 @@ void tag_parameters(const GraphModule& module, const ParameterRoles& roles,
   for (const auto& [name, role] : roles.weights) {
     bool readout = !role.operators.empty();
     for (const Node* node : role.operators) readout = readout && node->is_op("plumb::linear_readout");
+    std::optional<int64_t> summed;
+    for (const Node* node : role.operators) summed = summed ? summed : fan_in(node);
     for (const auto& n : role.names) {
-      if (module.state().get(n).kind == AttrKind::Parameter) tags[n].type = readout ? MupType::Output : MupType::Weight;
+      const Attr& attr = module.state().get(n);
+      if (attr.kind != AttrKind::Parameter) continue;
+      tags[n].type = readout ? MupType::Output : MupType::Weight;
+      if (summed && *summed > 0 && *summed != shape_fan_in(attr.tensor.sizes())) tags[n].fan_in = summed;
     }
   }
   for (const auto& [name, role] : roles.biases) {

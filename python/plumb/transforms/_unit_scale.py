@@ -99,9 +99,9 @@ class UnitScalePass:
         report, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
         report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + list(self.given_back.values()) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        for name, kind, depth in tags if self.scaling is not None else ():
+        for name, tag in tags if self.scaling is not None else ():
             if name in parameters and name not in self.users_tags:
-                tag_parameter(parameters[name], kind, depth)
+                tag_parameter(parameters[name], *tag)
         self.note_owners(module, [e["node"] for e in report["entries"] if e["kind"] == "weight"])
         for e in report["entries"]:
             if e["kind"] in ("weight", "bias"):
