@@ -6,8 +6,9 @@ namespace plumb::python {
 namespace {
 
 std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<ExportedProgram>> load(const std::string& path,
-                                                                               std::optional<at::Device> device) {
-  auto program = std::make_shared<ExportedProgram>(load_pt2(path, {.device = device}));
+                                                                               std::optional<at::Device> device,
+                                                                               const std::string& model) {
+  auto program = std::make_shared<ExportedProgram>(load_pt2(path, {.model = model, .device = device}));
   auto engine = std::move(program->module);
   return {std::move(engine), std::move(program)};
 }
@@ -85,7 +86,7 @@ Register exported_part([](py::module_& m) {
       .def_readonly("unit_scaled_layers", &ExportedProgram::unit_scaled_layers)
       .def_property_readonly("sample_inputs", [](const ExportedProgram& p) { return py::bytes(p.sample_inputs); })
       .def(py::pickle(&to_tuple, &from_tuple));
-  m.def("load_pt2", &load, py::arg("path"), py::arg("device"), FreeGil());
+  m.def("load_pt2", &load, py::arg("path"), py::arg("device"), py::arg("model"), FreeGil());
   m.def("save_pt2", &save, FreeGil(), py::arg("module"), py::arg("program"), py::arg("inputs"), py::arg("outputs"),
         py::arg("unit_scaled_layers"), py::arg("path"));
 });

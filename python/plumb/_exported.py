@@ -35,24 +35,25 @@ def _spec(text: str, module: str) -> Any:
         ) from error
 
 
-def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) -> GraphModule:
+def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None, model: str = "") -> GraphModule:
     """The program of a ``.pt2`` file (``torch.export.save``, ``plumb.save_pt2``, C++ or the command) as a module.
 
     It is called like the exported model, has its parameters and buffers under their names, and trains. Dynamic sizes are
     checked against the file's ranges, constant inputs against their value. `device`: where its tensors go, if not where
-    they were. The state dict of a program that a transform unit-scaled bears a mark, so that a plain model says so.
+    they were. `model`: which program, of a file with several. The state dict of a program that a transform unit-scaled bears a
+    mark, so that a plain model says so.
 
     Raises :class:`plumb.Error` naming the file, the place in it and the remedy.
     """
-    module = _load(path, device, {})
+    module = _load(path, device, {}, model)
     if not module._program.unit_scaled_layers and any(map(has_parameter_data, module.parameters())):
         mark_state_dict(module)
     return module
 
 
-def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[str, Tensor]) -> GraphModule:
+def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[str, Tensor], model: str = "") -> GraphModule:
     """`own`: tensors by name that take the place of the file's."""
-    engine, program = _C.load_pt2(os.fsencode(path), None if device is None else torch.device(device))
+    engine, program = _C.load_pt2(os.fsencode(path), None if device is None else torch.device(device), model)
     engine.set_state([(name, own[name]) for name, *_ in engine.state() if name in own])
     own_parameters(engine)
     in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())

@@ -414,3 +414,15 @@ def test_parameters_without_elements_stay_two(tmp_path):
     torch.export.save(torch.export.export(Empty(), (torch.randn(3, 4),)), str(tmp_path / "empty.pt2"))
     loaded = plumb.load_pt2(str(tmp_path / "empty.pt2"))
     assert [name for name, _ in loaded.named_parameters()] == ["first", "second"]
+
+
+def test_a_file_with_several_programs_gives_the_named_one(tmp_path):
+    from torch.export.pt2_archive._package import package_pt2
+
+    x, nets = torch.randn(2, 4), {"first": nn.Linear(4, 3), "second": nn.Linear(4, 5)}
+    path = tmp_path / "several.pt2"
+    package_pt2(path, exported_programs={name: torch.export.export(net, (x,)) for name, net in nets.items()})
+    with pytest.raises(plumb.Error, match="has no program 'model'\n  try: it has first, second: name one .load_pt2's argument model"):
+        plumb.load_pt2(path)
+    for name, net in nets.items():
+        assert torch.equal(plumb.load_pt2(path, model=name)(x), net(x))
