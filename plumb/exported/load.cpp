@@ -32,9 +32,10 @@ std::string choose_model(const ZipFile& zip, const std::string& wanted) {
   if (wanted.empty() && names.size() == 1) return names[0];
   const std::string name = wanted.empty() ? "model" : wanted;
   if (std::find(names.begin(), names.end(), name) != names.end()) return name;
-  throw Error(ErrorKind::BadFile, zip.path() + ": has no program '" + name + "'", "",
-              "it has " + join(names) +
-                  ": name one (load_pt2's argument model), or torch.export.save it to a file of its own for the command");
+  throw Error(
+      ErrorKind::BadFile, zip.path() + ": has no program '" + name + "'", "",
+      "it has " + join(names) +
+          ": name one (load_pt2's argument model), or torch.export.save it to a file of its own for the command");
 }
 
 void check_archive(const ZipFile& zip) {
