@@ -270,7 +270,7 @@ TEST_F(Outputs, NameTheFirstValueThatIsNotFinite) {
       "x, y = torch.ones(8, 4), torch.ones(8, 1)\n"
       "torch.save(x, 'ones.pt'), torch.save(y, 'targets.pt')\n"
       "x[3, 1], y[5] = torch.nan, -torch.inf\n"
-      "torch.save(x, 'nan.pt'), torch.save(y, 'infinite.pt')\n");
+      "torch.save(x, 'nan.pt'), torch.save(y, 'infinite.pt'), torch.save(torch.full((8, 4), 1e6), 'large.pt')\n");
   const auto ends = [&](const std::string& arguments, const std::string& first, const std::string& remedy) {
     const Ended run = plumb("train " + arguments + " --steps 1 --save ended.pt2");
     EXPECT_EQ(run.code, 1);
@@ -282,6 +282,9 @@ TEST_F(Outputs, NameTheFirstValueThatIsNotFinite) {
        "data without NaN");
   ends("line.pt2 --data ones.pt --targets infinite.pt --loss mse --batch 8", "a value of the targets",
        "data without NaN");
+  ends("line.pt2 --data large.pt --targets targets.pt --loss mse --batch 8 --formats fp16 --dump rounded",
+       "the value of %input_fwd (plumb::simulate_format)", "plumb verdict, which says which products need a wider");
+  EXPECT_NE(plumb("run rounded/model.pt2 --input rounded/inputs.pt").out.find("nan"), std::string::npos);
 }
 
 TEST_F(Outputs, AreNotOfATrainingOnTheBytesOfAnArchive) {

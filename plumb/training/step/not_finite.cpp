@@ -11,6 +11,8 @@
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_files/tensor_file.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
+#include "plumb/training/stages.h"
+#include "plumb/transforms/module.h"
 #include "plumb/transforms/track/track_scales.h"
 
 namespace plumb {
@@ -68,11 +70,23 @@ std::string first_bad_gradient(const ScalesGraph& graph) {
   return "";
 }
 
+// Returns the whole model as the stages compute it, with the rounding of --formats and --autocast.
+std::shared_ptr<GraphModule> computed_model(const TrainOptions& o, const TrainJob& job) {
+  std::shared_ptr<GraphModule> module = job.program.module;
+  if (job.formats) {
+    const auto rounded = derive(*module);
+    apply_recipe(*rounded, *job.formats);
+    module = rounded;
+  }
+  return o.autocast == "bf16" ? bf16_products(*module) : module;
+}
+
 // Runs the model in this process on one microbatch after the other, every value and gradient measured, until one has a
 // NaN or an infinity: the first value in the graph's order, else the first gradient of a backward. `where` is empty if
 // none is found (dropout draws other masks here).
-NotFinite find_not_finite(const TrainOptions& o, const TrainJob& job, const Parts& parts) {
-  const auto tracked = track_scales(job.program.module);
+NotFinite find_not_finite(const TrainOptions& o, const TrainJob& job, const Parts& parts,
+                          const std::shared_ptr<GraphModule>& model) {
+  const auto tracked = track_scales(model);
   for (size_t part = 0; part < parts.inputs.size(); ++part) {
     const auto outputs = tracked->run({parts.inputs[part].begin(), parts.inputs[part].end()});
     Tensors tensors;
@@ -90,13 +104,13 @@ NotFinite find_not_finite(const TrainOptions& o, const TrainJob& job, const Part
   return {};
 }
 
-// The model as it is, and that microbatch: model.pt2, inputs.pt, targets.pt, step.json.
-void dump_step(const TrainOptions& o, const TrainJob& job, const Parts& parts, int64_t step, const NotFinite& found,
-               const std::string& what) {
+// Writes this model and that microbatch: model.pt2, inputs.pt, targets.pt, step.json.
+void dump_step(const TrainOptions& o, const ExportedProgram& program, const Parts& parts, int64_t step,
+               const NotFinite& found, const std::string& what) {
   const std::filesystem::path folder = o.dump;
   std::error_code failed;
   std::filesystem::create_directories(folder, failed);  // save_pt2 says what is wrong with it
-  save_pt2(job.program, (folder / "model.pt2").string());
+  save_pt2(program, (folder / "model.pt2").string());
   const auto tuple = [](const Tensors& tensors) {
     return c10::ivalue::Tuple::create(std::vector<c10::IValue>(tensors.begin(), tensors.end()));
   };
@@ -120,15 +134,19 @@ void stop_at_not_finite(const TrainOptions& o, const TrainJob& job, const TrainR
                     " is not finite");
   }
   gather_state(*job.pipe, job.schedule, ranks.groups.pipeline);
-  std::string where, remedy = "a smaller --lr, or plumb track to see where numbers grow";
+  std::string where;
+  std::string remedy = job.formats ? "plumb verdict, which says which products need a wider format, or a smaller --lr"
+                                   : "a smaller --lr, or plumb track to see where numbers grow";
   if (ranks.is_first()) {
     take_trained(job);
-    const NotFinite found = find_not_finite(o, job, parts);
+    ExportedProgram computed = job.program;
+    computed.module = computed_model(o, job);
+    const NotFinite found = find_not_finite(o, job, parts, computed.module);
     where = found.where;
     if (found.in_data) remedy = "data without NaN and infinities";
     if (!o.dump.empty()) {
       try {
-        dump_step(o, job, parts, step, found, what);
+        dump_step(o, computed, parts, step, found, what);
         reports.emit(event::Dumped{o.dump, where});
         remedy += "; the step is in " + o.dump;
       } catch (const Error& e) {
