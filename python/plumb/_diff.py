@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _C
+from . import _C, checkpoint
 from ._capture.forward import capture
 from ._errors import Error
 from ._exported import load_pt2
@@ -74,8 +74,9 @@ def diff(
         print(plumb.diff("a.history", "b.history"))
         print(plumb.diff(net, plumb.transforms.simulate_fp8(net), x))
 
-    a, b: two histories (:class:`plumb.History`, or their paths) with hashes; two state dicts, also an optimizer's; or two modules, each a
-        ``torch.nn.Module`` or the path of a ``.pt2`` file.
+    a, b: two histories (:class:`plumb.History`, or their paths) with hashes; two state dicts, also an optimizer's, each a
+        dict or the folder of a checkpoint (of a run: its newest); or two modules, each a ``torch.nn.Module`` or the path of a
+        ``.pt2`` file.
     inputs: of two modules: a tensor, or a tuple of arguments. Each module gets them on the device of its parameters.
     loss: takes a module's output and returns the scalar whose backward is compared; None: the sum of the outputs.
     tolerance: relative differences of two modules' tensors up to this one count as none.
@@ -87,6 +88,7 @@ def diff(
         raise Error(f"tolerance={tolerance!r}", remedy="a relative difference, 0.001")
     if loss is not None and not callable(loss):
         raise Error(f"loss={loss!r}", remedy="a function of a module's output that returns a scalar")
+    a, b = (checkpoint._read_all(x) if _is_path(x) and os.path.isdir(x) else x for x in (a, b))
     is_module = [isinstance(x, nn.Module) or _is_path(x, ".pt2") for x in (a, b)]
     if not any(is_module) and (inputs is not None or loss is not None or tolerance):
         raise Error("inputs, loss and tolerance are for two modules", remedy="diff(a, b)")
@@ -103,7 +105,8 @@ def diff(
         histories = [x if isinstance(x, History) else read_history(os.fspath(x)) for x in (a, b)]
         return Diff(_C.diff_histories(histories[0]._engine, histories[1]._engine, *names))
     if not all(is_module):
-        raise Error("a module is compared with a module", remedy="two modules, two .pt2 files, or one of each")
+        remedy = "two modules, two .pt2 files, or one of each; with a checkpoint or a state dict, the module's state_dict()"
+        raise Error("a module is compared with a module", remedy=remedy)
     if inputs is None:
         raise Error("two modules are compared on inputs", remedy="diff(a, b, inputs)")
     args = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -77,6 +77,23 @@ def test_state_dicts_and_modules_are_compared(tmp_path):
     assert plumb.diff(str(tmp_path / "a.pt2"), a, x).equal
 
 
+def test_checkpoints_are_compared_with_each_other_and_with_state_dicts(tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in (1, 2):
+        model(torch.randn(6, 8)).sum().backward()
+        optimizer.step()
+        plumb.checkpoint.save(tmp_path / "run", model, optimizer, step=step)
+    run = tmp_path / "run"
+    assert plumb.diff(run, str(run / "step-00000002")).equal
+    found = plumb.diff(run / "step-00000001", run)
+    assert found.first["tensor"] == "0.bias" and "exp_avg/0.bias" in str(found), found
+    found = plumb.diff(model.state_dict(), run)
+    assert found.differing == 0 and "exp_avg/0.bias" in found.only_b, found
+    with pytest.raises(plumb.Error, match="holds no checkpoint"):
+        plumb.diff(tmp_path, run)
+
+
 def test_a_gradient_that_differs_alone_is_found():
     a, x = net(), torch.randn(6, 8)
     found = plumb.diff(a, plumb.transforms.simulate_format(a, "none", "e5m2"), x)
