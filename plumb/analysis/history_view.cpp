@@ -98,11 +98,25 @@ std::string lossy_of(const HistoryView& view, const HistoryRun& run, int64_t ste
   return tensors.empty() ? "" : c10::str(lossy, " of ", tensors.size());
 }
 
-std::vector<std::string> header_of(const HistoryView& view, const std::string& first) {
+std::vector<std::string> naming_header(const HistoryView& view, const std::string& first) {
   std::vector<std::string> header = {first, "operator"};
   if (of_parts(view)) header.push_back("part");
   header.push_back("of");
   if (view.runs.size() > 1) header.push_back("run");
+  return header;
+}
+
+std::vector<std::string> naming_cells(const HistoryView& view, const HistoryTensor& tensor, bool backward,
+                                      const std::string& run, const std::string& first) {
+  std::vector<std::string> cells = {first, tensor.operation};
+  if (of_parts(view)) cells.push_back(tensor.part());
+  cells.push_back(backward ? "gradient" : "value");
+  if (view.runs.size() > 1) cells.push_back(run);
+  return cells;
+}
+
+std::vector<std::string> header_of(const HistoryView& view, const std::string& first) {
+  std::vector<std::string> header = naming_header(view, first);
   for (const char* what : {"format", "becomes 0", "loses digits", "too large"}) header.push_back(what);
   for (const FPFormat& f : view.asked) {
     for (const char* what : {" to 0", " loses digits", " too large"}) header.push_back(f.name() + what);
@@ -111,10 +125,7 @@ std::vector<std::string> header_of(const HistoryView& view, const std::string& f
 }
 
 std::vector<std::string> cells_of(const HistoryView& view, const LossRow& row, const std::string& first) {
-  std::vector<std::string> cells = {first, row.tensor->operation};
-  if (of_parts(view)) cells.push_back(row.tensor->part());
-  cells.push_back(row.backward ? "gradient" : "value");
-  if (view.runs.size() > 1) cells.push_back(*row.run);
+  std::vector<std::string> cells = naming_cells(view, *row.tensor, row.backward, *row.run, first);
   cells.push_back(view.role(row.backward)->name());
   for (double share : {row.loss.under, row.loss.digits, row.loss.over}) cells.push_back(percent(share));
   for (const FormatLoss& loss : row.asked) {
@@ -248,6 +259,28 @@ Table format_table(const HistoryView& view, int64_t step, size_t most) {
   if (most > 0 && rows.size() > most) rows.resize(most);
   Table table{header_of(view, "tensor"), {}};
   for (const LossRow& row : rows) table.rows.push_back(cells_of(view, row, row.tensor->name));
+  return table;
+}
+
+Table statistics_table(const HistoryView& view, int64_t step) {
+  Table table{naming_header(view, "tensor"), {}};
+  std::vector<const HistoryRow*> rows;
+  for (const HistoryRun& run : view.runs) {
+    for (const HistoryRow* row : rows_at(run.history, step)) {
+      if (!row) continue;
+      const HistoryTensor& tensor = run.history.tensors[row->tensor];
+      rows.push_back(row);
+      table.rows.push_back(naming_cells(view, tensor, row->backward, run.name, tensor.name));
+    }
+  }
+  for (auto kind = StatisticKind::MeanAbs; kind < StatisticKind::Histogram;
+       kind = static_cast<StatisticKind>(static_cast<int>(kind) + 1)) {
+    const Statistic statistic{kind};
+    if (std::ranges::none_of(rows, [&](const HistoryRow* row) { return row->has(statistic); })) continue;
+    table.header.push_back(statistic.to_string());
+    for (size_t i = 0; i < rows.size(); ++i)
+      table.rows[i].push_back(rows[i]->has(statistic) ? short_number(rows[i]->value(statistic)) : "");
+  }
   return table;
 }
 

@@ -58,6 +58,23 @@ TEST(HistoryView, SaysNothingOfWhatWasNotMeasured) {
   EXPECT_THAT(to_svg(chart), Not(HasSubstr("nan")));
 }
 
+TEST(HistoryView, ListsTheStatisticsThatWereRecorded) {
+  HistoryView view{"", {{"run", made(2, 20, 0, 0)}}, formats()};
+  for (HistoryStep& step : view.runs[0].history.steps) {
+    for (HistoryRow& row : step.rows) {
+      row.present = 1u << static_cast<unsigned>(row.backward ? StatisticKind::AbsMax : StatisticKind::Std);
+      row.data.std = 0.25 * (row.tensor + 1), row.data.abs_max = 3;
+    }
+  }
+  const Table table = statistics_table(view, 1);
+  EXPECT_EQ(table.header, (std::vector<std::string>{"tensor", "operator", "of", "std", "abs_max"}));
+  ASSERT_EQ(table.rows.size(), 4u);
+  EXPECT_EQ(table.rows[2][0], "layers.0.y_1");
+  EXPECT_EQ(table.rows[2][3], "0.5");
+  EXPECT_EQ(table.rows[2][4], "");
+  EXPECT_EQ(table.rows[3][4], "3");
+}
+
 TEST(HistoryView, DrawsAStepAsAPictureForPapers) {
   HistoryView view{"scales", {{"plain", made(5, 3, 0, -8)}, {"scaled", made(6, 2, 0, 0)}}, formats()};
   const ScaleChart chart = scale_chart(view, 11);

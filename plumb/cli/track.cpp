@@ -84,7 +84,8 @@ std::string history_page(const HistoryView& view, const std::string& title, cons
   return report.html();
 }
 
-// Writes what the options ask for; without --html and --svg, or with -o or --json, the effect of each format.
+// Writes what the options ask for; without --html and --svg, or with -o or --json, the effect of each format, or, without
+// histograms, the statistics that were recorded. The text also has the steps at which rules' conditions held.
 void show_history(const HistoryOptions& o) {
   std::vector<std::string> inputs = o.compare;
   inputs.push_back(o.history);
@@ -120,11 +121,15 @@ void show_history(const HistoryOptions& o) {
   }
   if (!o.svg.empty()) write_text(to_svg(scale_chart(view, o.step)), o.svg);
   if ((!o.html.empty() || !o.svg.empty()) && !o.json && o.out.empty()) return;
-  const Table table = format_table(view, o.step);
-  if (table.rows.empty()) std::cerr << "plumb: " << conclusion(view, o.step) << "\n";
-  write_text(
-      o.json ? json_of(table).dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n" : to_text(table),
-      o.out);
+  Table table = format_table(view, o.step);
+  if (table.rows.empty()) {
+    std::cerr << "plumb: " << conclusion(view, o.step) << "\n";
+    table = statistics_table(view, o.step);
+  }
+  if (o.json)
+    return write_text(json_of(table).dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n", o.out);
+  const Table events = event_table(view);
+  write_text(to_text(table) + (events.rows.empty() ? "" : "\n" + to_text(events)), o.out);
 }
 
 struct TrackArguments {
