@@ -57,6 +57,27 @@ def test_replaces_a_torch_function_by_one_of_the_users():
     torch.testing.assert_close(model(x), 2 * torch.ops.plumb.linear(x, model[0].weight, None, constraint=None))
 
 
+@torch.library.custom_op("replace_py::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+cube.register_fake(torch.empty_like)
+_CUBES = {"made": cube, "operator": torch.ops.replace_py.cube, "overload": torch.ops.replace_py.cube.default}
+
+
+@pytest.mark.parametrize("key", _CUBES)
+@pytest.mark.parametrize("call", _CUBES)
+def test_an_operator_of_the_users_is_replaced_however_it_is_named_and_called(key, call):
+    class Cubed(nn.Linear):
+        def forward(self, x):
+            return _CUBES[call](super().forward(x))
+
+    x = torch.randn(8, 32)
+    model = unit_scale(Cubed(32, 32), replace={_CUBES[key]: double})
+    torch.testing.assert_close(model(x), 2 * torch.ops.plumb.linear(x, model.weight, None, constraint=None))
+
+
 @pytest.mark.parametrize("key", [F.gelu, torch.ops.aten.gelu, "aten::gelu"])
 def test_a_torch_function_in_place_of_another_is_scaled(key):
     x = torch.randn(8, 32)

@@ -71,8 +71,9 @@ class _TorchFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in self.pairs:
-            return self.pairs.run(func, args, kwargs)
+        for asked in (func, getattr(func, "_overloadpacket", None)):  # an operator stands for its overloads
+            if asked in self.pairs:
+                return self.pairs.run(asked, args, kwargs)
         if self.has_operators:
             written = call_sites.written()  # "+" and x.add() are one function of torch's
             if isinstance(written, BuiltinFunctionType):

@@ -48,6 +48,13 @@ def _operator_name(target: Any) -> str | None:
     return f"aten::{target.__name__}" if hasattr(torch.ops.aten, getattr(target, "__name__", "")) else None
 
 
+def _operator(target: Any) -> Any:
+    """The operator that torch.library.custom_op made, and that of a default overload; anything else as it is."""
+    target = getattr(target, "_opoverload", target)
+    is_default = isinstance(target, torch._ops.OpOverload) and target._overloadname == "default"
+    return target.overloadpacket if is_default else target
+
+
 def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Callable[..., Any], Callable[..., Any]]]:
     """Replacements of operators by operators, made in the graph, and of functions by functions, made while it is captured."""
     operators: list[tuple[str, str]] = []
@@ -58,6 +65,7 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
         for what in (old, new):
             if not callable(what) and not isinstance(what, str):
                 raise TypeError(f"replace has {what!r}, which is neither a function nor an operator's name")
+        old, new = _operator(old), _operator(new)
         a, b = _operator_name(old), _operator_name(new)
         if a is not None and b is not None:
             scaled = None if isinstance(new, str) else torch_map.get(new)
