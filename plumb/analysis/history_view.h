@@ -51,8 +51,8 @@ Table event_table(const HistoryView& view);
 // a histogram are left out. Most lost by the role's format first; at most `most` rows, 0: all.
 Table format_table(const HistoryView& view, int64_t step = 0, size_t most = 0);
 
-// Returns the statistics that were recorded of each tensor and gradient, at the same step as format_table(). What no row
-// has is no column, what one row lacks is empty.
+// Returns the statistics that were recorded of each tensor and gradient, at the same step as format_table(). What no
+// row has is no column, what one row lacks is empty.
 Table statistics_table(const HistoryView& view, int64_t step = 0);
 
 // Returns format_table() by layers: a row a layer (layer_of), the one of the worst tensor first, and below it its

@@ -84,8 +84,8 @@ std::string history_page(const HistoryView& view, const std::string& title, cons
   return report.html();
 }
 
-// Writes what the options ask for; without --html and --svg, or with -o or --json, the effect of each format, or, without
-// histograms, the statistics that were recorded. The text also has the steps at which rules' conditions held.
+// Writes what the options ask for; without --html and --svg, or with -o or --json, the effect of each format, or,
+// without histograms, the statistics that were recorded. The text also has the steps at which rules' conditions held.
 void show_history(const HistoryOptions& o) {
   std::vector<std::string> inputs = o.compare;
   inputs.push_back(o.history);
