@@ -364,7 +364,7 @@ TEST_F(Command, ALongStepSaysHowFarItIs) {
 TEST_F(Command, WrongTrainingNamesTheOption) {
   wrong("train lm.pt2", "--data");
   wrong("train lm.pt2 --data tokens.bin --schedule nope", "--schedule");
-  wrong("train lm.pt2 --data tokens.bin --batch 7", "--batch");
+  wrong("train lm.pt2 --data tokens.bin --batch 8", "try: --microbatches 4, or --batch 2 with --microbatches 1");
   wrong("train lm.pt2 --data tokens.bin --loss output", "--data");
   for (const char* rate : {"-1", "0", "nan", "1e400", "fast"}) {
     wrong(std::string("train lm.pt2 --data tokens.bin --lr ") + rate, "--lr");

@@ -249,9 +249,11 @@ int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
   const int64_t whole = meta.sizes[0] * parts;
   if (o.batch == 0) return whole;
   if (!is_dynamic(meta, 0) && o.batch != whole) {
+    const int64_t of_each = whole / o.microbatches;  // rows that one microbatch of every replica and accumulation takes
     throw UsageError(
         c10::str("--batch ", o.batch, ": the file was exported for microbatches of ", meta.sizes[0], " rows"),
-        c10::str("--batch ", whole, " with --microbatches ", o.microbatches, ", or export with a dynamic batch"));
+        (o.batch % of_each == 0 ? c10::str("--microbatches ", o.batch / of_each, ", or ") : "") +
+            c10::str("--batch ", whole, " with --microbatches ", o.microbatches, ", or export with a dynamic batch"));
   }
   if (o.batch < parts) {
     throw UsageError(c10::str("--batch ", o.batch, ": fewer rows than microbatches"), "--microbatches of at most it");
