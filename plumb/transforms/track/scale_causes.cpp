@@ -144,11 +144,12 @@ std::string reason_of(const ScaleNode& node, size_t uses,
   if (uses) return "the gradients of " + std::to_string(uses) + " uses add up";
   if (is_parameter(node)) return "its scale is as the model made it";
   if (node.kind == NodeKind::Placeholder) return "its scale is the caller's";
+  if (node.kind == NodeKind::Output) return "the loss gives gradients of this scale";
   auto it = said.find(node.name);
   if (it != said.end() && !it->second->reason.empty()) return it->second->reason;
   if (node.target.starts_with("plumb::"))
     return "its factors are for independent inputs of unit scale, and a constraint gives gradients that of the output";
-  return "it has no factor";
+  return "it is not unit-scaled: nothing makes up for what it does to the scale";
 }
 
 }  // namespace

@@ -57,6 +57,17 @@ TEST(ScaleCauses, NamesTheOperatorWhereGradientsShrink) {
                                          "aten::mul.Tensor (m): it multiplies by a number: 0.06"));
 }
 
+TEST(ScaleCauses, SaysWhatALossAndAnOperatorWithoutAFactorDo) {
+  ScalesGraph graph;
+  graph.nodes = {node("x", "x", {}, 1, 0), node("m", "aten::mul.Tensor", {0}, 9, 0.1),
+                 node("output", "output", {1}, 1, 0)};
+  graph.nodes[2].kind = NodeKind::Output;
+  graph.nodes[2].metrics.reset();
+  const std::string text = to_text(scale_causes(graph, {}));
+  EXPECT_THAT(text, HasSubstr("at 1 x output (output): the loss gives gradients of this scale"));
+  EXPECT_THAT(text, HasSubstr("aten::mul.Tensor (m): it is not unit-scaled: nothing makes up for"));
+}
+
 TEST(ScaleCauses, FollowAProductToItsOtherOperand) {
   // The value b is small, and so are the product and the gradient of a.
   ScalesGraph graph;
