@@ -15,15 +15,19 @@
 namespace plumb::python {
 namespace {
 
-// An object with next() -> (inputs, targets), state() -> JSON and load_state(JSON).
+// An object with next() -> (inputs, targets), state() -> JSON and load_state(JSON). Targets are further inputs of a model
+// that returns its loss.
 class PythonBatches : public BatchSource {
  public:
-  explicit PythonBatches(py::object source) : source_(held(std::move(source))) {}
+  PythonBatches(py::object source, bool returns_loss)
+      : source_(held(std::move(source))), returns_loss_(returns_loss) {}
 
   Batch next() override {
     return with_gil([&] {
-      const auto [inputs, targets] = source_->attr("next")().cast<std::pair<Tensors, Tensors>>();
-      return Batch{inputs, targets};
+      auto [inputs, targets] = source_->attr("next")().cast<std::pair<Tensors, Tensors>>();
+      if (!returns_loss_) return Batch{inputs, targets};
+      inputs.insert(inputs.end(), targets.begin(), targets.end());
+      return Batch{inputs, {}};
     });
   }
   nlohmann::json state() override { return parse_json(text("state")); }
@@ -37,6 +41,7 @@ class PythonBatches : public BatchSource {
     return with_gil([&] { return source_->attr(method)().cast<std::string>(); });
   }
   std::shared_ptr<py::object> source_;
+  bool returns_loss_;
 };
 
 // None for a number that is not finite, as JSON has it.
@@ -76,7 +81,7 @@ std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const Fie
   TrainParts parts{std::move(module), nullptr};
   if (program) parts.record = *program;
   parts.record.unit_scaled_layers = unit_scaled_layers;
-  if (!batches.is_none()) parts.batches = std::make_unique<PythonBatches>(std::move(batches));
+  if (!batches.is_none()) parts.batches = std::make_unique<PythonBatches>(std::move(batches), options.loss == "output");
   py::gil_scoped_release release;
   made->trainer = std::make_unique<Trainer>(options, std::move(hooks), std::move(parts));
   return made;

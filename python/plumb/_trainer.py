@@ -57,10 +57,10 @@ class Trainer:
 
     `model`: a ``.pt2`` file, or a graph of :func:`plumb.capture` or :func:`plumb.load_pt2`, whose parameters are trained in
     place. `data`: what ``--data`` takes, or any iterable of batches, ``inputs`` or ``(inputs, targets)``, each a tensor or
-    a tuple of tensors: a DataLoader, for example. It is gone through again when it ends. If it has ``state_dict()`` and
-    ``load_state_dict()``, checkpoints keep its state, as JSON (of numbers, texts, bytes, tensors, arrays, lists, tuples and
-    dicts); else a resumed run goes through as many batches as were taken. Every
-    rank must have equal batches: all rows of a step. A step whose batches differ ends the training.
+    a tuple of tensors: a DataLoader, for example. With ``loss="output"`` all of them are the model's inputs. The data is gone
+    through again when it ends. If it has ``state_dict()`` and ``load_state_dict()``, checkpoints keep its state, as JSON (of
+    numbers, texts, bytes, tensors, arrays, lists, tuples and dicts); else a resumed run goes through as many batches as were
+    taken. Every rank must have equal batches: all rows of a step. A step whose batches differ ends the training.
 
     The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
     options give the same bits as the command. `hooks`: an object with any of the methods ``on_start``, ``on_resume``,

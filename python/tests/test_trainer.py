@@ -158,6 +158,21 @@ def test_a_complex_parameter_is_stepped_as_its_two_real_parts(tmp_path, options)
     assert torch.equal(torch.view_as_real(ours.filter), theirs.filter) and torch.equal(ours.head.weight, theirs.head.weight)
 
 
+def test_a_model_that_returns_its_loss_takes_the_targets_of_a_pair_as_its_input():
+    class WithLoss(nn.Linear):
+        def forward(self, x, target):
+            return nn.functional.mse_loss(super().forward(x), target)
+
+    def losses(*batches):
+        torch.manual_seed(0)
+        net, events = WithLoss(8, 2), Events()
+        plumb.Trainer(plumb.capture(net, x, y), batches, loss="output", steps=3, lr=0.1, microbatches=1, hooks=events).run()
+        return events.losses
+
+    x, y = torch.randn(4, 8), torch.randn(4, 2)
+    assert losses([x, y]) == losses(((x, y), ())) and len(losses((x, y))) == 3
+
+
 def test_sparse_gradients_of_embeddings_train_as_dense_ones_do():
     def run(sparse):
         torch.manual_seed(0)
