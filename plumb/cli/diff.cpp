@@ -56,8 +56,12 @@ void run_diff(const DiffArguments& o) {
   std::error_code failed;
   const bool folders = std::filesystem::is_directory(o.a, failed) && std::filesystem::is_directory(o.b, failed);
   const bool folder = std::filesystem::is_directory(o.a, failed) || std::filesystem::is_directory(o.b, failed);
-  if (is_pt2(o.a) != is_pt2(o.b) || folder != folders)
+  if (is_pt2(o.a) != is_pt2(o.b) || folder != folders) {
+    // The reader says what is wrong with a path that is neither, that there is no such file for one.
+    for (const std::string& path : {o.a, o.b})
+      if (!is_pt2(path) && !std::filesystem::is_directory(path, failed)) read_history(path);
     throw UsageError(o.a + " and " + o.b + ": are of two kinds", "two histories, two checkpoints or two .pt2 files");
+  }
   if (!files && !o.inputs.empty())
     throw UsageError("--input: only for two .pt2 files", "plumb diff A.pt2 B.pt2 --input x.pt");
   if (!files && (o.tolerance != 0 || o.device != "cpu"))

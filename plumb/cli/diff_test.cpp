@@ -112,9 +112,8 @@ for name, model, args in [("cache", Cache(), (x, torch.zeros(4, 4))), ("complex"
 }
 
 TEST_F(Diffs, RefusesWhatCannotBeCompared) {
-  wrong("diff lm.pt2 h_none", "are of two kinds");
+  wrong("diff lm.pt2 .", "are of two kinds");
   wrong("diff . lm.pt2", "are of two kinds");
-  wrong("diff h_none .", "are of two kinds");
   wrong("diff h_none h_none --tolerance nan", "--tolerance");
   wrong("diff h_none h_none --tolerance 0.1", "--tolerance, --device: only for two .pt2 files");
   wrong("diff lm.pt2 lm.pt2 --input ids.pt --device nowhere", "--device nowhere");
@@ -123,6 +122,10 @@ TEST_F(Diffs, RefusesWhatCannotBeCompared) {
   wrong(base() + "--stages 2 --audit-every 3", "--audit-every: nothing is audited");
   wrong(base() + "--stages 2 --audit", "--audit: nobody makes up for a rank that is wrong");
   EXPECT_EQ(plumb("diff h_none h_missing").code, 1);
+  for (const char* other : {"lm.pt2", "."}) {
+    const Ended missing = plumb(std::string("diff h_missing ") + other);
+    EXPECT_NE(missing.err.find("h_missing: cannot be opened"), std::string::npos) << missing.err;
+  }
 }
 
 class Audits : public Checkpoints {};

@@ -15,12 +15,11 @@
 namespace plumb::python {
 namespace {
 
-// An object with next() -> (inputs, targets), state() -> JSON and load_state(JSON). Targets are further inputs of a model
-// that returns its loss.
+// An object with next() -> (inputs, targets), state() -> JSON and load_state(JSON). Targets are further inputs of a
+// model that returns its loss.
 class PythonBatches : public BatchSource {
  public:
-  PythonBatches(py::object source, bool returns_loss)
-      : source_(held(std::move(source))), returns_loss_(returns_loss) {}
+  PythonBatches(py::object source, bool returns_loss) : source_(held(std::move(source))), returns_loss_(returns_loss) {}
 
   Batch next() override {
     return with_gil([&] {
