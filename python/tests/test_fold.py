@@ -214,6 +214,9 @@ def test_what_cannot_be_folded_is_named_and_stays_in_a_graph():
     assert "plumb::" not in str(plain.graph) and "aten::mul" in str(plain.graph)
     torch.testing.assert_close(plain(ids), scaled(ids), rtol=1e-5, atol=1e-6)
     assert "remains" in str(plumb.report(plain))
+    with pytest.raises(RuntimeError, match="Unexpected key.*unit_scaled"):  # the multiplication would be missing
+        TwoFactors().load_state_dict(plain.state_dict())
+    fold(graph).load_state_dict(plain.state_dict())
     assert not any(hasattr(p, "mup_type") for p in plain.parameters())
 
 

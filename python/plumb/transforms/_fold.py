@@ -13,7 +13,7 @@ from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import CONSTANT, slot_of, sync_state
 from .._transformed import forward_of, transformed_part
-from .._unit_scaled import unmark
+from .._unit_scaled import mark_state_dict, unmark
 from ._apply import CapturedGraph, Module, TransformedForward, copy_module, logger
 from ._own_copies import without_transforms
 from ._report import folded_reports, rewritten
@@ -34,13 +34,17 @@ def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
     norm weighs where the values before it have another scale.
 
     A captured graph (:func:`plumb.capture`, :func:`plumb.load_pt2`) gives a graph of torch's own operators. A factor that
-    no parameter can take stays in it as a multiplication, and ``eps`` is adjusted.
+    no parameter can take stays in it as a multiplication, and ``eps`` is adjusted: the plain module refuses the state dict of
+    such a graph.
 
     Raises :class:`plumb.Error` (Unsupported) for a module whose factors do not all go into parameters (one tensor that
     would have to have two factors), naming them, and (InvalidState) for what was not unit-scaled.
     """
     if isinstance(module, GraphModule):
-        return cast(Module, rewritten(module, _C.fold))
+        graph = rewritten(module, _C.fold)
+        if any(e["kind"] == "remains" for e in graph._reports[0]["entries"]):
+            mark_state_dict(graph)  # its weights are a plain module's only together with what stays in the graph
+        return cast(Module, graph)
     forward = forward_of(module) if isinstance(module, nn.Module) else None
     unit_scaling = next((p.run for p in forward.passes if p.name == "unit_scale"), None) if forward else None
     if forward is None or unit_scaling is None:
