@@ -158,9 +158,10 @@ def test_track_scales_measures_tensors_and_gradients():
     assert [n.name for n in pruned.nodes] == [n.name for n in graph.nodes], "every tensor here has a scale of its own"
 
 
-def test_track_scales_measures_the_sparse_gradient_of_an_embedding():
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_track_scales_measures_the_sparse_gradient_of_an_embedding(max_norm):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)).cpu()  # few devices have sparse tensors
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True, max_norm=max_norm), nn.Linear(8, 3)).cpu()  # few devices have sparse tensors
     tracked = track_scales(model)
     tracked(torch.randint(0, 50, (4, 6), device="cpu")).square().sum().backward()
     gradient = tracked[0].weight.grad

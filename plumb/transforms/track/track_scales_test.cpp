@@ -179,6 +179,20 @@ TEST(TrackScales, FollowsWritesInPlace) {
   EXPECT_EQ(scales_graph(*tracked).find("x")->metrics->bwd->abs_max, 10.0);
 }
 
+TEST(TrackScales, MeasuresTheGradientOfAParameterThatTheForwardWritesWithoutGradients) {
+  State state;
+  parameter(state, "w", ones_there({4}));
+  auto tracked = track_scales(module_of(R"(graph { %x: f32[4] = placeholder "x" %w = get_attr "w"
+      %d: f32[4] = aten::detach(%w) %c: f32[4] = aten::clamp_(%d, -0.5, 0.5)
+      %m: f32[4] = aten::mul.Tensor(%x, %w) %o: f32[] = aten::sum(%m) output(%o) })",
+                                        std::move(state)));
+  const at::Tensor loss = tracked->run({ones_there({4}) * 3})[0].toTensor();
+  EXPECT_EQ(loss.item<double>(), 6.0);
+  loss.backward();
+  ASSERT_TRUE(scales_graph(*tracked).find("w")->metrics->bwd);
+  EXPECT_EQ(scales_graph(*tracked).find("w")->metrics->bwd->abs_max, 3.0);
+}
+
 TEST(TrackScales, KeepsHistogramsWhereAskedTo) {
   auto tracked = track_scales(small(), MetricsOptions{true});
   tracked->run({randn_there({16, 8}), there(at::arange(16))})[0].toTensor().backward();

@@ -360,7 +360,13 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   // A leaf, the caller's tensor, or one also measured under another name: an alias has a gradient of its own.
   at::Tensor alias = at::alias(x);
   watch(alias, std::move(tracker), slot, rows);
-  return alias;
+  if (input || traced || !x.is_leaf()) return alias;
+  // A view of a parameter that is written without gradients (by an embedding's max_norm) gets another grad_fn then,
+  // which nobody watches.
+  at::Tensor apart = alias.detach();
+  if (x._fw_grad(0).defined()) apart._set_fw_grad(x._fw_grad(0), 0, false);
+  torch::autograd::impl::set_gradient_edge(apart, torch::autograd::impl::gradient_edge(alias));
+  return apart;
 }
 
 }  // namespace
