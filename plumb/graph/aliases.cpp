@@ -231,6 +231,16 @@ std::vector<const Attr*> written_state(const Graph& graph, const State& state) {
   return written;
 }
 
+std::vector<size_t> written_inputs(const Graph& graph) {
+  const Aliases aliases(graph, nullptr, Aliases::Inputs::Distinct);
+  const std::vector<Node*> inputs = graph.placeholders();
+  std::vector<size_t> written;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (aliases.is_written(aliases.memory(inputs[i]->result()))) written.push_back(i);
+  }
+  return written;
+}
+
 bool looks_at_shape_only(const Node& node) {
   if (!node.is_call()) return false;
   const std::string_view name = node.op_name();

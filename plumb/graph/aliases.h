@@ -101,6 +101,9 @@ class UninitialisedMemory {
 // an embedding that keeps its rows below a norm.
 std::vector<const Attr*> written_state(const Graph& graph, const State& state);
 
+// Returns the numbers of the inputs that the graph writes, inputs taken to share no memory.
+std::vector<size_t> written_inputs(const Graph& graph);
+
 // Returns whether the node takes the sizes, the dtype or the device of its inputs and no value of theirs.
 bool looks_at_shape_only(const Node& node);
 

@@ -1,5 +1,6 @@
 // Graph, Node, GraphModule.
 #include "module.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
@@ -183,6 +184,14 @@ void bind_graph_module(py::module_& m) {
       .def_property("mode_read_at", &GraphModule::mode_read_at, &GraphModule::set_mode_read_at,
                     "the line where the captured forward reads its training mode; empty if it does not")
       .def("state", [](const GraphModule& g) { return to_entries(g.state()); })
+      .def(
+          "written",
+          [](GraphModule& g) {
+            std::vector<std::string> names;
+            for (const Attr* attr : written_state(g.graph(), g.state())) names.push_back(attr->name);
+            return std::make_pair(names, written_inputs(g.graph()));
+          },
+          "the names of the state, and the numbers of the inputs, that a run writes")
       // Many at once: the module's own tables are made again for every change. Its lock's holder may wait for Python.
       .def("set_state", &GraphModule::set_state, FreeGil(), py::arg("tensors"))
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })

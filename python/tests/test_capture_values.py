@@ -100,6 +100,73 @@ def test_the_transformed_graph_decides_not_the_module(name, transform):
     assert graphs(module).made == before
 
 
+class Writes(nn.Module):
+    """Adds one to a tensor, and then chooses a path: a run of the graph of another path has written before it is given up."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.hidden, self.kept = torch.zeros(4), {"table": torch.zeros(4)}
+        self.register_buffer("grown", torch.zeros(0))
+        self.what = None
+
+    def forward(self, x):
+        with torch.set_grad_enabled("input" in self.what):
+            written = WRITES[self.what](self, x)
+        y = self.layer(x) + written
+        return y * 2 if y[0].sum() > y[1].sum() else y * 3
+
+
+def grow(m, x):
+    if m.grown.numel() == 0:
+        m.grown.resize_(4).zero_()
+    return m.grown.add_(1)
+
+
+def assign(m, x):
+    m.hidden = m.hidden + 1
+    return m.hidden
+
+
+WRITES = {
+    "a parameter": lambda m, x: m.frozen.add_(1),
+    "the data of a parameter": lambda m, x: m.frozen.data.copy_(m.frozen + 1),
+    "a weight": lambda m, x: m.layer.weight.mul_(1.5)[0],
+    "a buffer that grows": grow,
+    "an attribute": lambda m, x: m.hidden.add_(1),
+    "an attribute that is assigned": assign,
+    "a tensor in a dict": lambda m, x: m.kept["table"].add_(1),
+    "an input": lambda m, x: x.mul_(3).detach(),
+}
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["tracked", "recorded"])
+@pytest.mark.parametrize("what", WRITES)
+def test_a_run_that_is_given_up_leaves_no_writes(what, record, tmp_path):
+    torch.manual_seed(1)
+    model = Writes()
+    model.what = what
+    other = copy.deepcopy(model) if record else track_scales(model)
+    recorder = plumb.Recorder(other, 1, tmp_path / "run.history") if record else None
+    paths = set()
+    for x in torch.randn(8, 2, 4):
+        results = []
+        for m in (model, other):
+            leaf = x.clone().requires_grad_()
+            given = leaf * 1.0  # which has a history when it is written
+            m.zero_grad()
+            out = m(given)
+            (out.sum() + given.square().sum()).backward()
+            gradients = [leaf.grad, m.layer.weight.grad, m.layer.bias.grad]
+            results.append((out.detach(), given.detach(), *gradients, *m.state_dict().values()))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        paths.add(bool(out[0].sum() > out[1].sum()))
+    assert len(paths) == 2, "both paths are taken"
+    if recorder:
+        recorder.close()
+
+
 def test_experts_under_stochastic_rounding_train():
     model, inputs = made("experts")
     module = simulate_fp8(unit_scale(model))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from .._capture.attribute_reads import include
-from .._capture.attribute_writes import random_states, refuse_modules, set_random_states
+from .._capture.attribute_writes import refuse_modules
 from .._capture.call_sites import Call, hint
 from .._capture.forward import capture_engine, capture_lock, signature
 from .._capture.guards import GraphStore, Guards, Tree, enabled_autocast
@@ -33,6 +33,7 @@ from .._transformed import keep_forward, replaceable_forward, run_kept
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
 from . import _tracers
+from ._before_run import BeforeRun
 from ._own_copies import keep_transforms, own_hooks
 
 logger = logging.getLogger("plumb.transforms")
@@ -75,6 +76,7 @@ class CapturedGraph:
     made: int = 1
     guards: Guards = field(default_factory=Guards)  # guards on what the forward read besides its inputs
     left: LeftTensors | None = None  # what the graph returns behind its outputs
+    writes: tuple[list[str], list[int]] = ([], [])  # names of the state and numbers of the inputs that a guarded graph writes
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
@@ -207,6 +209,7 @@ class TransformedForward:
         captured.by_backend = captured.gm is not None
         captured.asks_grad_mode = asks_grad_mode
         captured.guarded = any(n.target.startswith("plumb::guard_") for n in engine.graph.nodes)
+        captured.writes = engine.written() if captured.guarded else ([], [])
         captured.takes_values = any(n.target == "plumb::control_value" for n in engine.graph.nodes)
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
@@ -309,32 +312,24 @@ class TransformedForward:
             include(captured.guards)
             return (captured.run(leaves),)
         known = first.known = first.known or [first]
-        random = random_states()
-        before = [(b, b.clone()) for b in self.module.buffers()]
         control_values: list[Tensor] = []  # as far as any graph has come
-
-        def reset() -> None:
-            set_random_states(random)
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.data.copy_(value)  # the same version for backwards to come
 
         def attempt(captured: CapturedGraph) -> tuple[Any, Error | None]:
             nonlocal control_values
-            log = _C.ControlValueLog()
+            log, before = _C.ControlValueLog(), BeforeRun(self.module, captured, leaves)
             try:
                 with log:
-                    if (unmeasured := self._unmeasured()) is not None:
-                        with unmeasured, torch.no_grad():
+                    if (unseen := self._unmeasured() or before.trial()) is not None:
+                        with unseen, torch.no_grad():
                             captured.run(leaves)
-                        reset()
+                        before.put_back()
                     out = captured.run(leaves)
             except Error as error:
                 if error.kind is not ErrorKind.GuardFailed:
                     raise
                 if len(log.tensors) > len(control_values):
                     control_values = log.tensors
-                reset()
+                before.put_back()
                 return None, error
             self.last = captured
             return out, None
