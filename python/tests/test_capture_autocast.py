@@ -101,3 +101,17 @@ def test_is_tracked_as_without_autocast(make):
 def test_a_stack_of_residual_norms_is_captured():
     model, x = nn.Sequential(*[Residual() for _ in range(3)]), torch.randn(4, 8)
     same_under_autocast(plumb.capture(model, x, plumb_verify=True), copy.deepcopy(model), x)
+
+
+def test_each_call_in_one_region_casts_the_weights():
+    torch.manual_seed(0)
+    net, inputs = nn.Linear(8, 8), [torch.randn(6, 8), torch.randn(6, 8)]
+
+    def gradient(module):
+        module.zero_grad()
+        sum(module(x).square().mean() for x in inputs).backward()
+        return module.weight.grad
+
+    found = gradient(track_scales(net))
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        assert torch.equal(gradient(net), found)
