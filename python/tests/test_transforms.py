@@ -298,3 +298,24 @@ def test_what_a_frozen_module_returns_requires_a_gradient_where_it_is_tracked():
     assert x.grad is None and any(n.meta["metrics"].bwd for n in tracked.scales_graph().nodes if "metrics" in n.meta)
     with torch.no_grad():
         assert not tracked(x).requires_grad
+
+
+def test_a_first_call_with_other_parameters_never_scales_those_and_names_the_remedy():
+    class Bare(nn.Module):  # whose weight no layer has, so that the first graph scales it
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4) * 0.2)
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight)
+
+    torch.manual_seed(0)
+    module, x = unit_scale(Bare()), torch.randn(3, 4)
+    for given in (module.weight.detach().clone(), module.weight * 1.0):
+        before = given.detach().clone()
+        with pytest.raises(plumb.Error, match="'weight'.*functional_call has (.|\n)*call the unit-scaled module once, on a batch"):
+            torch.func.functional_call(module, {"weight": given}, (x,))
+        assert torch.equal(given, before)
+    y = module(x)
+    assert abs(module.weight.std() - 1) < 1e-5
+    assert torch.equal(torch.func.functional_call(module, {"weight": module.weight.detach().clone()}, (x,)), y)

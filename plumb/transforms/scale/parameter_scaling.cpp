@@ -114,7 +114,7 @@ void ParameterScaling::refuse_frozen(const std::vector<std::string>& names) {
   throw Error(ErrorKind::InvalidState,
               "unit_scale changes the values of '" + names.at(0) +
                   "' when its module first runs, because the forward uses it otherwise than its layer says, and " +
-                  frozen_by_ + " has copied the parameters to other ranks before",
+                  frozen_by_ + " has copied the parameters before, or put other tensors in their place",
               "", "call the unit-scaled module once, on a batch, before you give it to " + frozen_by_);
 }
 

@@ -59,8 +59,8 @@ class ParameterScaling {
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;
 
-  // Notes the name of what has copied or sharded the parameters since propose(); "" if nothing has. A change here would
-  // not reach the copies on other ranks, and is refused.
+  // Notes the name of what has copied, sharded or replaced the parameters since propose(); "" if nothing has. A change
+  // here would not reach the copies on other ranks, or the parameters themselves, and is refused.
   void freeze(std::string by) { frozen_by_ = std::move(by); }
   // Notes that other values were put there, or another tensor (load_state_dict).
   void mark_changed(const std::string& name);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,10 +52,15 @@ def refuse_spread_modules(module: nn.Module, with_root: bool) -> None:
 
 
 def spread_by(module: nn.Module) -> str:
-    """Returns which function or class of torch's has made copies or shards of the parameters of a module that runs now; "" if none."""
+    """Returns which function or class of torch's has made copies or shards of the parameters of a module that runs now, or runs it with
+    other tensors in their place; "" if none."""
     replicated = DistributedDataParallel._active_ddp_module  # while its forward runs
     if replicated is not None and any(sub is module for sub in replicated.modules()):
         return "DistributedDataParallel"
     given_to = next(filter(None, map(_given_to, module.modules())), "")
     sharded = any(getattr(sub, "_is_fsdp_managed_module", False) for sub in module.modules())
-    return given_to or ("fully_shard" if sharded else "")
+    if given_to or sharded:
+        return given_to or "fully_shard"
+    python = (sub for sub in module.modules() if not isinstance(sub, torch.jit.ScriptModule))  # whose parameters are tensors always
+    own = all(isinstance(p, nn.Parameter) for sub in python for p in sub._parameters.values() if p is not None)
+    return "" if own else "torch.func.functional_call"
