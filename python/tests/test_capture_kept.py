@@ -1,13 +1,16 @@
 """Tensors that a forward keeps for its next call outside of buffers: in attributes, dicts, lists and objects."""
 
 import collections
+import copy
 
 import numpy as np
 import pytest
 import torch
+from plumb._transformed import forward_of
 from torch import nn
 
 import plumb
+from plumb.transforms import track_scales
 
 
 class Kept(nn.Module):
@@ -205,3 +208,114 @@ def test_arrays_of_numpy_are_state_as_lists_are():
         assert not array.any() and any("'state['calls']' changed" in note for note in graph.notes)
         assert torch.equal(graph(x), model(x))
         array.fill(0)
+
+
+FEATURES: dict = {}
+feature = None
+
+
+def feature_hooks():
+    """Hooks that leave a layer's output outside of the model, each with what reads it there."""
+    in_closure, in_list, variable = {}, [], None
+
+    def to_global(module, args, out):
+        FEATURES["out"] = out
+
+    def to_closure(module, args, out):
+        in_closure.update(out=out)
+
+    def to_list(module, args, out):
+        in_list.append(out)
+
+    def to_variable(module, args, out):
+        nonlocal variable
+        variable = out
+
+    def to_global_variable(module, args, out):
+        global feature
+        feature = out
+
+    class Extractor:
+        def hook(self, module, args, out):
+            self.out = out
+
+    extractor = Extractor()
+    return {
+        "a global": (to_global, lambda: FEATURES["out"]),
+        "a closure": (to_closure, lambda: in_closure["out"]),
+        "a list": (to_list, lambda: in_list[-1]),
+        "a variable": (to_variable, lambda: variable),
+        "a global variable": (to_global_variable, lambda: feature),
+        "an object": (extractor.hook, lambda: extractor.out),
+    }
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["tracked", "recorded"])
+@pytest.mark.parametrize("where", feature_hooks())
+def test_a_hook_leaves_each_calls_features_outside_of_the_model(where, record, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    results = []
+    for transformed in (False, True):
+        hook, read = feature_hooks()[where]
+        module = copy.deepcopy(model)
+        if transformed:
+            module = module if record else track_scales(module)
+        module[0].register_forward_hook(hook)
+        recorder = plumb.Recorder(module, 1, tmp_path / "run.history") if transformed and record else None
+        found = []
+        for x in torch.arange(40.0).reshape(5, 2, 4).sin():
+            module.zero_grad()
+            y = module(x)
+            read().retain_grad()
+            (y.sum() + read().square().sum()).backward()
+            found += [read().detach(), read().grad, module[0].weight.grad.clone()]
+        results.append(found)
+        if where == "a list":
+            assert len(hook.__closure__[0].cell_contents) == 5
+        if transformed:
+            assert list(map(len, forward_of(module)._cache.values())) == [1], "what the forward itself leaves is no change"
+            if recorder:
+                recorder.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_graph_says_which_features_it_does_not_leave_and_keeps_none_of_the_capture():
+    hook, _ = feature_hooks()["a list"]
+    model = nn.Linear(4, 4)
+    nn.Module.register_forward_hook(model, hook)
+    graph = plumb.capture(nn.Sequential(model), torch.ones(2, 4))
+    assert "the forward leaves tensors in 'in_list'" in "\n".join(graph.notes)
+    assert hook.__closure__[0].cell_contents == []
+
+
+TABLES: dict = {}
+
+
+def test_a_table_outside_of_the_model_is_made_once_and_a_state_there_is_refused():
+    class Model(nn.Module):
+        def __init__(self, forward):
+            super().__init__()
+            self.layer, self.call = nn.Linear(4, 4), forward
+
+        def forward(self, x):
+            return self.call(self, x)
+
+    def table(model, x):
+        if "table" not in TABLES:
+            TABLES["table"] = torch.arange(4.0).sin()
+        return model.layer(x) + TABLES["table"]
+
+    def state(model, x):
+        y = model.layer(x) + TABLES.get("state", 0)
+        TABLES["state"] = y.detach()
+        return y
+
+    TABLES.clear()
+    model, x = Model(table), torch.ones(2, 4)
+    tracked = track_scales(model)
+    y = tracked(x)
+    assert torch.equal(TABLES["table"], torch.arange(4.0).sin())
+    assert torch.equal(y, model(x)) and torch.equal(tracked(x), y)
+    with pytest.raises(plumb.Error, match="keeps a tensor in 'TABLES\\['state'\\]' for its next call"):
+        track_scales(Model(state))(x)

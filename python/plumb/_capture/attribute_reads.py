@@ -103,6 +103,14 @@ def outer_reads(function: types.FunctionType) -> Iterator[OuterRead]:
                 yield OuterRead(function.__globals__, name, function.__globals__[name], chain)
 
 
+def assigned_outside(function: types.FunctionType) -> tuple[bool, dict[str, types.CellType]]:
+    """Returns whether a function assigns to global variables, and the cells of a closure's variables that it assigns to, by name."""
+    code, cells = function.__code__, dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    stores = [i for i in instructions_of(code).instructions if i.opname in ("STORE_GLOBAL", "STORE_DEREF")]
+    written = {i.argval: cells[i.argval] for i in stores if i.argval in cells and cells[i.argval] != types.CellType()}
+    return any(i.opname == "STORE_GLOBAL" for i in stores), written
+
+
 def class_reads(function: types.FunctionType) -> set[str]:
     """Returns names that the function, and the functions that it defines, read from classes."""
     codes, names = [function.__code__], set()
@@ -280,6 +288,11 @@ class Observer:
             return []
         self.unnoted[id(value)] = value
         return list(own.values())
+
+    @property
+    def seen(self) -> list[Any]:
+        """Returns the functions and objects that were looked at."""
+        return list(self._seen.values())
 
     @property
     def classes(self) -> set[type]:

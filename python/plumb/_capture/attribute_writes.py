@@ -8,6 +8,7 @@ import pickle
 import random
 import reprlib
 import sys
+import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from operator import is_
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .. import _C
 from .._errors import Error, ErrorKind
 from .._state import constants_of
 from .._trees import PLAIN, holds_tensors
-from .attribute_reads import is_object, is_users_class
+from .attribute_reads import assigned_outside, is_object, is_users, is_users_class, outer_reads
 from .guards import DEEPEST, MISSING, MOST
 from .torch_patches import Modules
 
@@ -30,7 +32,7 @@ _LIBRARIES = ("torch", "plumb", "numpy", "builtins")  # whose objects keep no st
 
 
 class Table(NamedTuple):
-    """A dict, list, deque, set or array of NumPy that a forward may write, called `name` from the root, and what is in it `before`."""
+    """A dict, list, deque, set, array of NumPy or variable of a closure that a forward may write, called `name` from the root, and what is in it `before`."""
 
     name: str
     live: Any
@@ -40,6 +42,7 @@ class Table(NamedTuple):
     holds_buffers: bool = False  # true for the _buffers of a module
     parent: Table | None = None  # in which this one was, under `key`
     key: Any = None
+    outer: bool = False  # functions have it by a global or a closure: only tensors that are left in it are looked at
 
     def slot(self, key: Any) -> str:
         if key is None and not isinstance(self.live, dict):
@@ -67,6 +70,8 @@ class Table(NamedTuple):
                 self.live[key] = value
         elif isinstance(self.live, np.ndarray):
             self.live[...] = value
+        elif isinstance(self.live, types.CellType):
+            self.live.cell_contents = value
         elif key is None:
             self.live.clear()
             self.live.update(value) if isinstance(self.live, set) else self.live.extend(value)
@@ -74,7 +79,7 @@ class Table(NamedTuple):
             self.live[key] = value
 
     def differences(self) -> Sequence[tuple[Any, Any, Any]]:
-        """(key, before, now) of slots with another object; with the key None all of a set or array, or of a list that got
+        """(key, before, now) of slots with another object; with the key None all of a set, array or variable, or of a list that got
         longer or shorter."""
         live, before = self.live, self.before
         if isinstance(live, dict):
@@ -82,6 +87,8 @@ class Table(NamedTuple):
                 return ()  # most tables are as they were, at every call of a forward
             slots = [(key, before.get(key, MISSING), live.get(key, MISSING)) for key in {**before, **live}]
             return [slot for slot in slots if slot[1] is not slot[2]]
+        if isinstance(live, types.CellType):
+            return [(None, before, live.cell_contents)] if live.cell_contents is not before else ()
         if isinstance(live, np.ndarray):
             return [(None, before, live.copy())] if live.tobytes() != before.tobytes() else ()
         if isinstance(live, set) or len(live) != len(before):
@@ -151,6 +158,23 @@ class ModuleTables:
                         self._empty.append((table, key, value))
                 elif type(value) not in PLAIN and key not in _STATE and key != "forward":
                     _walk(table.slot(key), value, 1, self._tables, seen, table, key)
+
+    def add_outer(self, functions: Iterable[Any]) -> None:
+        """Adds what functions of the user's may write besides: their globals, and what globals and closures hold."""
+        found: list[Table] = []
+        seen = {id(table.live) for table in self._tables}
+        for function in functions:
+            if isinstance(function, types.FunctionType) and is_users(function.__code__):
+                to_globals, cells = assigned_outside(function)
+                if to_globals and id(function.__globals__) not in seen:
+                    seen.add(id(function.__globals__))
+                    found.append(Table("", function.__globals__, dict(function.__globals__), True))
+                found += [Table(name, cell, cell.cell_contents, False) for name, cell in cells.items()]
+                for read in outer_reads(function):
+                    _walk(read.name, read.value, 1, found, seen)
+            elif is_object(function) and is_users_class(type(function)):
+                _walk(type(function).__name__, function, 1, found, seen)
+        self._tables += [table._replace(outer=True) for table in found]
 
     def __iter__(self) -> Iterator[Table]:
         yield from self._tables
@@ -262,6 +286,7 @@ class ModuleStateGuard:
         self.kept: list[Change] = []
         self.renewed: list[Change] = []
         self.left: dict[str, Any] = {}  # by their names, the very objects
+        self.outer: dict[tuple[int, Any], tuple[Table, Any, Any]] = {}  # by (id of the table, key): (table, key, before)
         self.written: set[tuple[int, Any]] = set()  # all slots that the forward has written: (id of the table, key)
         self.random = random.getstate()
         self.numpy = getattr(sys.modules.get("numpy"), "random", None)
@@ -273,6 +298,14 @@ class ModuleStateGuard:
             if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
         ]
 
+    def note_outer(self, ended: bool) -> None:
+        """Notes slots outside of the module in which the forward has left what it computes: they get back what was there. `ended`: the
+        forward has ended with an exception, and what of it was computed cannot be told."""
+        for table, key, before, now in changed_slots(table for table in self.tables if table.outer):
+            left = [x for x in pytree.tree_leaves(now) if holds_tensors(x)]
+            if any(ended or not isinstance(x, Tensor) or _C.is_computed(x) for x in left):
+                self.outer[id(table.live), key] = table, key, before
+
     def tensors(self) -> list[tuple[str, Tensor, Tensor]]:
         """Tensors outside of parameters and buffers that were re-assigned: (name, old, new). The old ones, and buffers that
         were None, are there again afterwards; new ones are gone."""
@@ -281,6 +314,8 @@ class ModuleStateGuard:
         for table, key, old, now in changed_slots(self.tables):
             leaves, spec = pytree.tree_flatten(now)
             if not any(isinstance(x, Tensor) for x in leaves):
+                continue
+            if table.outer and (id(table.live), key) not in self.outer:
                 continue
             self.written.add((id(table.live), key))
             name = table.slot(key)
@@ -344,9 +379,14 @@ class ModuleStateGuard:
         """Puts everything back. Returns notes on changes; `warn`: random draws are warned of, too."""
         notes, drawn = [], []
         self.changes = []
+        for table, key, before in self.outer.values():
+            table.put(key, before)
+        self.outer = {}
         for table, key, before, now in changed_slots(self.tables):
             # A new attribute goes: it may say that the forward has done what is undone here, such as registering hooks.
             stays = before is not MISSING and not isinstance(before, PLAIN) and not holds_tensors(now)
+            if table.outer:
+                continue
             if table.dotted and (key == "training" or stays):
                 continue
             if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):

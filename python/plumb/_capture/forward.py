@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import threading
+import types
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
@@ -144,6 +145,7 @@ class _Forward:
         self.has_libraries = torch_patches.has_libraries(module)
         self.told_libraries = False
         self.observer: Observer | None = None
+        self.functions: list[Any] = []  # those whose reads are followed, and the objects that they read
         self.start_from: list[Change] = []  # attributes that begin with other values
         self.out_spec: Any = None
         self.plain_outputs: list = []
@@ -160,7 +162,12 @@ class _Forward:
         given = [given[i] for i in self.repeats] or given
         args, kwargs = unflatten(given, self.spec)
         tables = input_tables(args, kwargs)
-        output, self.out_spec = flatten_output(self.run(*args, **kwargs))
+        try:
+            output, self.out_spec = flatten_output(self.run(*args, **kwargs))
+        except BaseException:
+            self.state_guard.note_outer(ended=True)
+            raise
+        self.state_guard.note_outer(ended=False)
         if name := written_input(tables):
             _C.refuse(
                 f"the forward writes into its input ({name}), and a graph gives back what it returns alone",
@@ -218,6 +225,9 @@ class _Forward:
         if self.guarded and self.observer is None:  # the first capture's reads are those of the graph
             self.observer = stack.enter_context(observed())
             self.observer.begin(modules, self.run, self.plain_inputs)
+            attributes = [part for _, sub in modules for part in sub.__dict__.values()]
+            self.functions = [*self.observer.seen, *(part for part in attributes if isinstance(part, types.FunctionType))]
+        self.state_guard.tables.add_outer(self.functions)
         stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
         stack.enter_context(torch_patches.module_stack(modules))
         stack.enter_context(torch_patches.refused_seeds())

@@ -350,9 +350,9 @@ class _Resolver:
             )
         for holder, name, value, chain in outer_reads(function):
             if isinstance(holder, types.CellType):
-                if name != "__class__":
+                if name != "__class__" and (id(holder), None) not in self.written:
                     self.value(CELL, holder, name, value, name)
-            elif holder is not None and not isinstance(value, types.ModuleType):
+            elif holder is not None and not isinstance(value, types.ModuleType) and (id(holder), name) not in self.written:
                 self.value(ITEM, holder, name, value, name)
             self.chain(value, chain, name)
         return True

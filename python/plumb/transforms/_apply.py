@@ -78,7 +78,8 @@ class CapturedGraph:
     left: LeftTensors | None = None  # what the graph returns behind its outputs
     writes: tuple[list[str], list[int]] = ([], [])  # names of the state and numbers of the inputs that a guarded graph writes
 
-    def run(self, leaves: list) -> Any:
+    def run(self, leaves: list, seen: bool = True) -> Any:
+        """`seen`: tensors that the forward leaves are put into place."""
         sync_state(self.engine, self.slots)
         if self.by_backend:
             state = {name: tensor for _, _, name, tensor in self.slots}
@@ -86,7 +87,7 @@ class CapturedGraph:
         else:
             flat = [x if isinstance(x, Tensor) else None for x in leaves]
             out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
-        if self.left is not None:
+        if self.left is not None and seen:
             self.left.put(out[len(self.plain) :])
         return out[0] if self.simple else self.unflatten(out)
 
@@ -321,7 +322,7 @@ class TransformedForward:
                 with log:
                     if (unseen := self._unmeasured() or before.trial()) is not None:
                         with unseen, torch.no_grad():
-                            captured.run(leaves)
+                            captured.run(leaves, seen=False)
                         before.put_back()
                     out = captured.run(leaves)
             except Error as error:
