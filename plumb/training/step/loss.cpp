@@ -130,7 +130,8 @@ void check_batch(const TrainOptions& o, const Batch& batch) {
           : std::tuple(size_t{1}, "one", "(inputs, targets); --ignore-index is the target that does not count");
   if (found > most || (found == 0 && most > 0)) {
     throw Error(ErrorKind::StructureMismatch,
-                c10::str("a batch has ", found, " tensors of targets, --loss ", o.loss, " takes ", takes), "", remedy);
+                c10::str("a batch has ", found, " tensors of targets, --loss ", o.loss, " takes ", takes), "",
+                c10::str(remedy, found == 0 ? "; --loss output where the model returns its loss" : ""));
   }
   if (found < 2) return;
   const at::Tensor &targets = batch.targets[0], &mask = batch.targets[1];
