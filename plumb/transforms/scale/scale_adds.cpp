@@ -1,6 +1,7 @@
 #include "plumb/transforms/scale/scale_adds.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -119,6 +120,69 @@ bool is_copy(const Node* node) {
   return (adds_nothing || node->is_op("aten::clone") || node->is_op("aten::contiguous")) && keeps_type(node);
 }
 
+constexpr int kTerms = 4;  // sums in sums that are looked into for terms that cancel
+
+bool is_difference(const Node* node) { return node->is_op("aten::sub"); }
+
+// Returns whether it is the sum or difference of two tensors.
+bool has_terms(const Node* node) {
+  if (!is_add(node) && !is_difference(node)) return false;
+  const Arg* alpha = node->try_arg("alpha");
+  return node->num_inputs() == 2 && alpha && number_of(*alpha) == 1.0;
+}
+
+const Value* before_detach(const Value* value) {
+  while (is_detach(*value->producer())) value = value->producer()->input(0);
+  return value;
+}
+
+// How often each value is a term of a sum, detached or not; a term that is taken off counts minus one.
+using Terms = std::map<const Value*, int>;
+
+void count_terms(const Value* value, int sign, Terms& terms, int depth = kTerms) {
+  value = before_detach(value);
+  const Node* node = value->producer();
+  if (depth == 0 || !has_terms(node)) {
+    terms[value] += sign;
+    return;
+  }
+  count_terms(node->input(0), sign, terms, depth - 1);
+  count_terms(node->input(1), is_difference(node) ? -sign : sign, terms, depth - 1);
+}
+
+// Adds the sums of which `term` is a term. Returns whether `value` is one, or the term itself.
+bool add_sums_with(const Value* term, const Value* value, NodeSet& sums, int depth = kTerms) {
+  value = before_detach(value);
+  const Node* node = value->producer();
+  if (depth == 0 || !has_terms(node)) return value == term;
+  const bool left = add_sums_with(term, node->input(0), sums, depth - 1);
+  const bool found = add_sums_with(term, node->input(1), sums, depth - 1) || left;
+  if (found) sums.insert(node);
+  return found;
+}
+
+// Returns sums and differences whose operands cancel in part or in whole, as in the spellings of a straight-through
+// estimator: hard + (soft - soft.detach()), hard + soft - soft.detach(). A factor of one operand would let the other's
+// value through.
+NodeSet sums_that_cancel(const Graph& graph) {
+  NodeSet found;
+  for (const Node* node : graph.nodes()) {
+    if (!has_terms(node)) continue;
+    Terms left, right;
+    count_terms(node->input(0), 1, left, kTerms - 1);
+    count_terms(node->input(1), is_difference(node) ? -1 : 1, right, kTerms - 1);
+    const auto is_zero = [](const Terms& terms) {
+      return std::ranges::all_of(terms, [](const auto& term) { return term.second == 0; });
+    };
+    if (is_zero(left) || is_zero(right)) found.insert(node);
+    for (const auto& [term, count] : left) {
+      const auto other = right.find(term);
+      if (count != 0 && other != right.end() && count + other->second == 0) add_sums_with(term, node->result(), found);
+    }
+  }
+  return found;
+}
+
 class AddScaler {
  public:
   AddScaler(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report)
@@ -131,8 +195,14 @@ class AddScaler {
 
   ScaledAdds run() {
     std::vector<Node*> adds, candidates;
+    const NodeSet cancel = sums_that_cancel(graph_);
     for (Node* node : graph_.nodes()) {
       if (!is_add(node) || keep_.contains(node)) continue;
+      if (cancel.contains(node)) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                    "its operands cancel in part, as in a straight-through estimator");
+        continue;
+      }
       if (auto why = add_obstacle(node)) {
         const bool integer = why->starts_with("it is no float") || why->starts_with("no gradient");
         if (!integer) report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
