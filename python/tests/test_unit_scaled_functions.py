@@ -259,3 +259,28 @@ def test_the_report_says_that_a_recurrent_layer_of_free_sizes_has_the_factors_of
     for shapes, free in ((None, False), (({0: torch.export.Dim("rows")},), True)):
         graph = unit_scale(plumb.capture(net, x, dynamic_shapes=shapes))
         assert ("its factors are those of the example's sizes" in str(plumb.report(graph))) == free
+
+
+@pytest.mark.parametrize("name", ["categorical", "relaxed", "one_hot"])
+def test_distributions_of_a_unit_scaled_forward_have_probabilities(name):
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            logits = self.layer(x)
+            if name == "categorical":
+                found = torch.distributions.Categorical(probs=logits.softmax(-1))
+                return found.probs + 0 * found.sample()[:, None]
+            if name == "relaxed":
+                return torch.distributions.RelaxedOneHotCategorical(torch.tensor(0.5), logits=logits).rsample()
+            found = torch.distributions.OneHotCategoricalStraightThrough(logits=logits)
+            picked = found.rsample()
+            found.log_prob(picked.detach())  # which checks that it is one
+            return picked
+
+    torch.manual_seed(0)
+    y = unit_scale(Policy())(torch.randn(8, 4))
+    torch.testing.assert_close(y.sum(-1), torch.ones(8))
+    y.square().sum().backward()

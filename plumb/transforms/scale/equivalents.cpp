@@ -133,12 +133,16 @@ const Node* reader_of_range(const Value* value, bool returned) {
                                                      "aten::asin",
                                                      "aten::atanh",
                                                      "aten::rsub"};
-  static const std::set<std::string_view> maps = {"aten::mul", "aten::div", "aten::neg", "aten::pow", "aten::square"},
+  // With a number that is not zero: a probability less one, or whether it is above a half.
+  static const std::set<std::string_view> against = {"aten::sub", "aten::gt", "aten::ge", "aten::lt", "aten::le"};
+  static const std::set<std::string_view> maps = {"aten::mul", "aten::div",    "aten::neg",
+                                                  "aten::pow", "aten::square", "aten::sum"},
                                           picks = {"aten::gather", "aten::index", "aten::index_select"};
   for (const Use& use : value->uses()) {
     if (returned && use.user->kind() == NodeKind::Output) return use.user;
     if (!use.user->is_call()) continue;
     if (readers.count(use.user->op_name())) return use.user;
+    if (against.count(use.user->op_name()) && number_of(use.user->arg("other")).value_or(0) != 0) return use.user;
     const bool by_number = maps.count(use.user->op_name()) && use.user->inputs().size() == 1;
     const bool picked = use.index == 0 && picks.count(use.user->op_name());
     if (!by_number && !picked && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;

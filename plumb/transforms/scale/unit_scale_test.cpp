@@ -79,14 +79,18 @@ TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
       %q = aten::softmax.int(%x, 1)
       %k = aten::gather(%q, 1, %i)
       %r = aten::rsub.Scalar(%k, 1) %w = aten::sigmoid(%x) %n = aten::view(%w, [8, 4])
-      output(%b, %o, %a, %r, %n)
+      %c = aten::softmax.int(%x, 1) %d = aten::sum.dim_IntList(%c, [1]) %e = aten::sub.Tensor(%d, 1)
+      %f = aten::sigmoid(%x) %h = aten::gt.Scalar(%f, 0.5) %j = aten::tanh(%x) %l = aten::gt.Scalar(%j, 0)
+      %u = aten::sub.Tensor(%j, %x)
+      output(%b, %o, %a, %r, %n, %e, %h, %l, %u)
     })";
   Report report("unit_scale");
   const std::string scaled = after_scaling(graph, {}, {}, &report);
-  for (std::string kept : {"%p", "%g", "%w"}) EXPECT_THAT(scaled, HasSubstr(kept + " = aten::sigmoid(%x)"));
+  for (std::string kept : {"%p", "%g", "%w", "%f"}) EXPECT_THAT(scaled, HasSubstr(kept + " = aten::sigmoid(%x)"));
   EXPECT_THAT(scaled, HasSubstr("%s = plumb::sigmoid(%x"));
   EXPECT_THAT(scaled, HasSubstr("%t = aten::tanh(%s)"));
-  EXPECT_THAT(scaled, HasSubstr("%q = aten::softmax.int(%x, 1)"));
+  for (std::string kept : {"%q", "%c"}) EXPECT_THAT(scaled, HasSubstr(kept + " = aten::softmax.int(%x, 1)"));
+  EXPECT_THAT(scaled, HasSubstr("%j = plumb::tanh(%x"));
   for (const char* why : {"aten::bernoulli reads it by its range", "the model returns it"})
     EXPECT_THAT(report.to_text(), HasSubstr(why));
 }
