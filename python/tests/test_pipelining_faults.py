@@ -95,7 +95,7 @@ def disagreeing(rank, size, what):
     [
         ("schedule", "different layouts or schedules"),
         ("microbatches", "different layouts or schedules"),
-        ("cuts", "different layouts or schedules"),
+        ("cuts", 'is measured ("balanced") is another on each'),
         ("stages", "runs stage"),
         ("tied", "copies of one parameter hold different values"),
         ("sizes", "cannot be multiplied"),

@@ -64,7 +64,8 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
     }
     throw Error(ErrorKind::Communication,
                 str("rank ", me, " and rank ", r, " were given different layouts or schedules, or other options"), "",
-                "make both from the same model and arguments on every rank");
+                "make both from the same model and arguments on every rank; a cut that is measured (\"balanced\") is "
+                "another on each: take \"estimated\", or the file of a plan");
   }
 }
 

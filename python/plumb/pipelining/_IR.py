@@ -447,7 +447,8 @@ def pipeline(
         mb_args, mb_kwargs: example inputs of one microbatch; a graph or file needs none (but a measured cut does).
         split_spec: names of modules and where to cut there. Without it, at the `pipe_split` marks in the forward.
         split_policy: a function that puts marks into the model's ``torch.fx`` graph, a policy object (`Balanced`,
-            `split_into_equal_size`, `split_on_size_threshold`, `StagePolicy`), or "balanced", "estimated", "equal_size".
+            `split_into_equal_size`, `split_on_size_threshold`, `StagePolicy`), or "balanced" (measured: for one process, as
+            ranks measure differently), "estimated", "equal_size".
         num_stages: for policies by name; else checked, if given.
         multi_use_param_spec: the treatment of a parameter that several stages use, for all or by full name. Default:
             the plan's, else REPLICATE.
@@ -473,6 +474,6 @@ def pipeline(
     pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts, wire, wire_exclude)
     if num_stages is not None and pipe.num_stages != num_stages:
         raise InvalidValue(
-            f"the cuts give {pipe.num_stages} stages instead of {num_stages}", remedy='split_policy="balanced", or other cuts'
+            f"the cuts give {pipe.num_stages} stages instead of {num_stages}", remedy='split_policy="estimated", or other cuts'
         )
     return pipe
