@@ -15,7 +15,7 @@ from torch import nn
 
 from . import _C
 from ._arguments import checked
-from ._errors import Error
+from ._errors import Error, InvalidType
 from ._state import refuse_sharded
 from ._transformed import KEPT, keep_forward, replaceable_forward
 from .transforms._apply import CapturedGraph, Pass, TransformedForward, attach_passes, own_forward
@@ -117,8 +117,10 @@ class Recorder:
             if rules < 1:
                 raise Error(f"every {rules} steps is no number of steps", remedy="10, or a file of rules")
             loaded = _C.RecordRules.everything(rules)
-        else:
+        elif isinstance(rules, (str, bytes, os.PathLike)):
             loaded = _C.RecordRules.load(os.fsencode(rules))
+        else:
+            raise InvalidType(f"a {type(rules).__name__} is no rules", remedy="the path of a TOML file, or a number of steps")
         stages = list(modules) if isinstance(module, Mapping) else [stage]
         for what, number in (("rank", rank), *(("stage", n) for n in stages)):
             if number is not None and (not isinstance(number, int) or number < 0):

@@ -79,7 +79,7 @@ def scaled_parameters(
             if has_parameter_data(param):
                 scale = lr_scale_func(param)
             elif not allow_non_unit_scaling_params:
-                remedy = "make it a plumb.Parameter, or pass allow_non_unit_scaling_params=True."
+                remedy = "unit_scale() the model, make it a plumb.Parameter, or pass allow_non_unit_scaling_params=True."
                 if is_distributed(param):
                     remedy = (
                         "sharding made it anew (DTensor). Before fully_shard(model) keep tags = {name: (p.mup_type,"

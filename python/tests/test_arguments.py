@@ -37,6 +37,11 @@ WRONG = [
 ]  # fmt: skip
 
 
+def test_rules_of_a_recorder_are_a_file_or_a_number():
+    with pytest.raises(plumb.Error, match="a dict is no rules\n.*the path of a TOML file, or a number of steps"):
+        plumb.Recorder(net(), {"every": 1}, "x.history")
+
+
 @pytest.mark.parametrize("call, said, default", WRONG, ids=[said.partition(" is ")[0] for _, said, _ in WRONG])
 def test_an_argument_of_another_type_is_named_with_its_value_and_a_remedy(call, said, default):
     with pytest.raises(plumb.Error) as raised:

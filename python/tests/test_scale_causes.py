@@ -52,7 +52,7 @@ def test_there_are_no_causes_where_all_is_near_one():
     tracked = track_scales(unit_scale(net))
     y = tracked(torch.randn(128, 64, requires_grad=True))
     y.backward(torch.randn_like(y))
-    assert scale_causes(tracked) == []
+    assert scale_causes(tracked) == [] and "within the limits" in str(scale_causes(tracked))
     assert scale_causes(tracked, low=0.999, high=1.001) != []
     with pytest.raises(plumb.Error, match="0 < low < high"):
         scale_causes(tracked, low=2.0, high=1.0)
@@ -66,6 +66,10 @@ def test_a_module_that_is_not_tracked_or_has_not_run_has_no_causes_to_tell():
     assert error.value.kind is plumb.ErrorKind.InvalidState
     with pytest.raises(plumb.Error, match="has not run"):
         scale_causes(track_scales(nn.Linear(4, 4)))
+    forward_alone = track_scales(nn.Linear(4, 4))
+    forward_alone(torch.randn(2, 4))
+    with pytest.raises(plumb.Error, match="no gradient was measured"):
+        scale_causes(forward_alone)
     with pytest.raises(plumb.Error, match="does not measure its scales"):
         scale_causes(fold(scaled))
     for other in (None, [scaled], {}):

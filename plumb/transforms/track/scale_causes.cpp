@@ -159,6 +159,9 @@ std::vector<ScaleCause> scale_causes(const ScalesGraph& graph, const std::vector
   if (!(low > 0 && low < high))
     throw Error(ErrorKind::InvalidArgument,
                 str("scale_causes: limits must be 0 < low < high, got ", low, " and ", high));
+  if (std::ranges::none_of(graph.nodes, [](const ScaleNode& node) { return node.metrics && node.metrics->bwd; }))
+    throw Error(ErrorKind::InvalidState, "scale_causes: no gradient was measured", "",
+                "a backward after the forward: loss.backward()");
   std::unordered_map<std::string, const ReportEntry*> said;
   for (const Report& report : reports) {
     for (const ReportEntry& entry : report.entries()) {

@@ -28,7 +28,8 @@ struct ScaleCause {
 // [low, high], largest groups first. From such a tensor the walk goes to what it was computed from (a gradient: to the
 // gradients of what uses the value), always to the tensor of the nearest scale, until one is within [1/2, 2]; the cause
 // is the largest change away from 1 on the way. A product's result and gradients take over the scale of the other
-// operand. Tensors of one element are not looked at. Linear time. Throws Error(InvalidArgument) unless 0 < low < high.
+// operand. Tensors of one element are not looked at. Linear time. Throws Error(InvalidArgument) unless 0 < low < high,
+// Error(InvalidState) if no gradient was measured.
 std::vector<ScaleCause> scale_causes(const ScalesGraph& graph, const std::vector<Report>& reports, double low = 0.25,
                                      double high = 4);
 

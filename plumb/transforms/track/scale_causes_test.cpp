@@ -68,6 +68,12 @@ TEST(ScaleCauses, SaysWhatALossAndAnOperatorWithoutAFactorDo) {
   EXPECT_THAT(text, HasSubstr("aten::mul.Tensor (m): it is not unit-scaled: nothing makes up for"));
 }
 
+TEST(ScaleCauses, NeedABackward) {
+  ScalesGraph graph;
+  graph.nodes = {node("x", "x", {}, 9, 0)};
+  EXPECT_THROW(scale_causes(graph, {}), Error);
+}
+
 TEST(ScaleCauses, FollowAProductToItsOtherOperand) {
   // The value b is small, and so are the product and the gradient of a.
   ScalesGraph graph;

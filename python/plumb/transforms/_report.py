@@ -108,7 +108,7 @@ class ScaleCauses(list[dict[str, Any]]):
         return "<ul>" + "".join(f"<li>{escape(cause['text'])}</li>" for cause in self) + "</ul>"
 
     def __str__(self) -> str:
-        return "".join(cause["text"] for cause in self)
+        return "".join(cause["text"] for cause in self) or "every standard deviation lies within the limits\n"
 
 
 @checked
@@ -119,7 +119,7 @@ def scale_causes(module: nn.Module, low: float = 0.25, high: float = 4.0) -> Sca
     gradient flows through and at every gradient, parameters' among them. Each cause is a kind of operator: where the scale changes
     most on the way to these tensors, by which factor, and what :func:`plumb.transforms.unit_scale` reported of that operator.
 
-    Raises plumb.Error(InvalidState) if the module is not tracked or has not run, plumb.Error(InvalidArgument) unless 0 < low < high.
+    Raises plumb.Error(InvalidState) if the module is not tracked or no backward has run, plumb.Error(InvalidArgument) unless 0 < low < high.
     """
     module = unwrapped(module)
     said = [
