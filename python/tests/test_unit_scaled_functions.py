@@ -284,3 +284,28 @@ def test_distributions_of_a_unit_scaled_forward_have_probabilities(name):
     y = unit_scale(Policy())(torch.randn(8, 4))
     torch.testing.assert_close(y.sum(-1), torch.ones(8))
     y.square().sum().backward()
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_a_rotation_of_a_unit_scaled_forward_is_one(halves):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            angles = torch.outer(torch.arange(x.shape[0]), 0.5 ** torch.arange(4))
+            cos, sin = angles.cos(), angles.sin()
+            a, b = y.chunk(2, -1)
+            if halves:
+                turned = y * torch.cat([cos, cos], -1) + torch.cat([-b, a], -1) * torch.cat([sin, sin], -1)
+            else:
+                turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(1)
+            return y, turned
+
+    torch.manual_seed(0)
+    x, scaled = torch.randn(6, 8), unit_scale(Rotary())
+    y, turned = scaled(x)
+    torch.testing.assert_close(turned.norm(dim=-1), y.norm(dim=-1))
+    torch.testing.assert_close(plumb.transforms.fold(scaled)(x)[1], turned)

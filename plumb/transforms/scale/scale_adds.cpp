@@ -304,7 +304,18 @@ class AddScaler {
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
+    if (is_weighted(left) && is_weighted(right))
+      return "tensors without a gradient weight its operands, as in a rotation";
     return std::nullopt;
+  }
+
+  // Returns whether it is a product with a tensor that no gradient flows through. A sum of two such says how much of
+  // each there is: rotary positions, where cos^2 + sin^2 is 1, signal and noise of a diffusion, a choice by a mask.
+  bool is_weighted(const Value* value) const {
+    const Node* node = value->producer();
+    while (is_passthrough(node)) node = node->input(0)->producer();
+    return node->is_op("aten::mul") && node->num_inputs() == 2 &&
+           differentiable_.contains(node->input(0)->producer()) != differentiable_.contains(node->input(1)->producer());
   }
 
   static bool plain_alpha(const Node* node) {

@@ -92,6 +92,36 @@ TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
   }
 }
 
+TEST(ScaleAdds, LeaveSumsAloneThatTensorsWithoutAGradientWeight) {
+  Report report;
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] grad = placeholder "x"
+      %positions: i64[4, 8] = placeholder "positions"
+      %t = aten::mul.Tensor(%positions, 0.1)
+      %a = aten::tanh(%x)
+      %b = aten::gelu(%x)
+      %c = aten::cos(%t)
+      %s = aten::sin(%t)
+      %ac = aten::mul.Tensor(%a, %c)
+      %bs = aten::mul.Tensor(%s, %b)
+      %turned = aten::sub.Tensor(%ac, %bs)
+      %as = aten::mul.Tensor(%a, %s)
+      %bc = aten::mul.Tensor(%b, %c)
+      %bcc = aten::to.dtype(%bc, 6)
+      %other = aten::add.Tensor(%as, %bcc)
+      %half = aten::mul.Tensor(%a, 0.5)
+      %number = aten::add.Tensor(%half, %bs)
+      %gated = aten::mul.Tensor(%a, %b)
+      %gate = aten::add.Tensor(%gated, %bs)
+      output(%turned, %other, %number, %gate)
+    })",
+                                         {}, {}, &report);
+  EXPECT_THAT(text, HasSubstr("%other = aten::add.Tensor(%as, %bcc)"));
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "other")->reason, HasSubstr("as in a rotation"));
+  for (const char* scaled : {"%number = plumb::add(%half, %bs", "%gate = plumb::add(%gated, %bs"})
+    EXPECT_THAT(text, HasSubstr(scaled));
+}
+
 TEST(ScaleAdds, LeaveStraightThroughEstimatorsAloneInEverySpelling) {
   for (const char* estimator : {"%d = aten::detach(%x) %s = aten::sub.Tensor(%x, %d) %y = aten::add.Tensor(%q, %s)",
                                 "%d = aten::detach(%x) %s = aten::sub.Tensor(%x, %d) %y = aten::add.Tensor(%s, %q)",
