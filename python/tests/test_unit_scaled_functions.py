@@ -309,3 +309,32 @@ def test_a_rotation_of_a_unit_scaled_forward_is_one(halves):
     y, turned = scaled(x)
     torch.testing.assert_close(turned.norm(dim=-1), y.norm(dim=-1))
     torch.testing.assert_close(plumb.transforms.fold(scaled)(x)[1], turned)
+
+
+@pytest.mark.parametrize("cell", ["share", "lerp", "difference", "lstm"])
+def test_a_unit_scaled_recurrent_cell_written_by_hand_keeps_its_state(cell):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.of_input, self.of_state = nn.Linear(16, 64), nn.Linear(16, 64)
+
+        def forward(self, steps):
+            h = state = torch.zeros_like(steps[0])
+            for x in steps:
+                z, i, o, n = (self.of_input(x) + self.of_state(h)).chunk(4, -1)
+                z, n = z.sigmoid(), n.tanh()
+                if cell == "share":
+                    h = z * h + (1 - z) * n
+                elif cell == "lerp":
+                    h = torch.lerp(n, h, z)
+                elif cell == "difference":
+                    h = n + z * (h - n)
+                else:
+                    state = z * state + i.sigmoid() * n
+                    h = o.sigmoid() * state.tanh()
+            return h
+
+    torch.manual_seed(0)
+    steps, scaled = torch.randn(40, 32, 16), unit_scale(Cell())
+    assert 0.1 < scaled(steps).std() < 1
+    assert scaled(steps[:2]).std() > 0.1

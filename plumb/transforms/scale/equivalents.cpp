@@ -119,9 +119,10 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
 }
 
 // Returns a node that reads a probability or a cosine by its range, with views, picked entries, numbers and powers
-// between them; null if there is none. One minus a probability is the other outcome's. `returned`: whether the graph's
-// output counts as such a reader.
-const Node* reader_of_range(const Value* value, bool returned) {
+// between them; null if there is none. One minus a probability is the other outcome's. `is_sigmoid`: the graph's output
+// counts as such a reader, and so does a product, of which a gate lets a share through: a state that goes through one
+// step by step would grow with every step.
+const Node* reader_of_range(const Value* value, bool is_sigmoid) {
   static const std::set<std::string_view> readers = {"aten::binary_cross_entropy",
                                                      "aten::bernoulli",
                                                      "aten::bernoulli_",
@@ -137,17 +138,19 @@ const Node* reader_of_range(const Value* value, bool returned) {
   static const std::set<std::string_view> against = {"aten::sub", "aten::gt", "aten::ge", "aten::lt", "aten::le"};
   static const std::set<std::string_view> maps = {"aten::mul", "aten::div",    "aten::neg",
                                                   "aten::pow", "aten::square", "aten::sum"},
-                                          picks = {"aten::gather", "aten::index", "aten::index_select"};
+                                          picks = {"aten::gather", "aten::index", "aten::index_select"},
+                                          gated = {"aten::mul", "aten::lerp", "aten::addcmul"};
   for (const Use& use : value->uses()) {
-    if (returned && use.user->kind() == NodeKind::Output) return use.user;
+    if (is_sigmoid && use.user->kind() == NodeKind::Output) return use.user;
     if (!use.user->is_call()) continue;
     if (readers.count(use.user->op_name())) return use.user;
     if (against.count(use.user->op_name()) && number_of(use.user->arg("other")).value_or(0) != 0) return use.user;
+    if (is_sigmoid && gated.count(use.user->op_name()) && use.user->inputs().size() > 1) return use.user;
     const bool by_number = maps.count(use.user->op_name()) && use.user->inputs().size() == 1;
     const bool picked = use.index == 0 && picks.count(use.user->op_name());
     if (!by_number && !picked && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;
     for (const Value* result : use.user->results()) {
-      if (const Node* found = reader_of_range(result, returned)) return found;
+      if (const Node* found = reader_of_range(result, is_sigmoid)) return found;
     }
   }
   return nullptr;

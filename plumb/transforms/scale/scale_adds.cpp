@@ -304,18 +304,38 @@ class AddScaler {
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
-    if (is_weighted(left) && is_weighted(right))
+    const Node *first = weighted(left), *second = weighted(right);
+    if (!first || !second) return std::nullopt;
+    if (has_constant_weight(first) && has_constant_weight(second))
       return "tensors without a gradient weight its operands, as in a rotation";
+    if (share_one(first, second)) return "a share weights one operand, and one minus it the other";
     return std::nullopt;
   }
 
-  // Returns whether it is a product with a tensor that no gradient flows through. A sum of two such says how much of
-  // each there is: rotary positions, where cos^2 + sin^2 is 1, signal and noise of a diffusion, a choice by a mask.
-  bool is_weighted(const Value* value) const {
+  // Sums of two products whose weights say how much of each there is need no factor: rotary positions, where cos^2 +
+  // sin^2 is 1, signal and noise of a diffusion, a choice by a mask, a gated state. Returns the product of two tensors;
+  // null for anything else.
+  static const Node* weighted(const Value* value) {
     const Node* node = value->producer();
     while (is_passthrough(node)) node = node->input(0)->producer();
-    return node->is_op("aten::mul") && node->num_inputs() == 2 &&
-           differentiable_.contains(node->input(0)->producer()) != differentiable_.contains(node->input(1)->producer());
+    return node->is_op("aten::mul") && node->num_inputs() == 2 ? node : nullptr;
+  }
+
+  bool has_constant_weight(const Node* product) const {
+    return differentiable_.contains(product->input(0)->producer()) !=
+           differentiable_.contains(product->input(1)->producer());
+  }
+
+  // Returns whether an operand of one product is one minus an operand of the other.
+  static bool share_one(const Node* first, const Node* second) {
+    for (const auto& [one, other] : {std::pair(first, second), std::pair(second, first)}) {
+      for (const Value* rest : one->inputs()) {
+        const Node* node = rest->producer();
+        if (!node->is_op("aten::rsub") || number_of(node->arg("other")) != 1.0) continue;
+        if (other->input(0) == node->input(0) || other->input(1) == node->input(0)) return true;
+      }
+    }
+    return false;
   }
 
   static bool plain_alpha(const Node* node) {

@@ -92,6 +92,30 @@ TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
   }
 }
 
+TEST(ScaleAdds, LeaveSumsAloneOfAShareAndTheRest) {
+  for (const char* products : {"%l = aten::mul.Tensor(%rest, %n) %r = aten::mul.Tensor(%z, %h)",
+                               "%l = aten::mul.Tensor(%h, %z) %r = aten::mul.Tensor(%n, %rest)"}) {
+    Report report;
+    const std::string text = after_scaling(std::string(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %h = aten::gelu(%x)
+      %n = aten::tanh(%x)
+      %z = aten::sigmoid(%x)
+      %rest = aten::rsub.Scalar(%z, 1)
+      )") + products + R"(
+      %next = aten::add.Tensor(%l, %r)
+      %two = aten::rsub.Scalar(%z, 2)
+      %t = aten::mul.Tensor(%two, %n)
+      %other = aten::add.Tensor(%t, %r)
+      output(%next, %other)
+    })",
+                                           {}, {}, &report);
+    EXPECT_THAT(text, HasSubstr("%next = aten::add.Tensor(%l, %r)"));
+    EXPECT_THAT(report.find(ReportKind::LeftAlone, "next")->reason, HasSubstr("one minus it"));
+    EXPECT_THAT(text, HasSubstr("%other = plumb::add(%t, %r"));
+  }
+}
+
 TEST(ScaleAdds, LeaveSumsAloneThatTensorsWithoutAGradientWeight) {
   Report report;
   const std::string text = after_scaling(R"(graph {

@@ -63,6 +63,23 @@ TEST(UnitScale, ReplacesDropoutThatIsWrittenInPlace) {  // as classifiers of ima
   EXPECT_THAT(text, testing::AllOf(HasSubstr("plumb::dropout(%h, 0.2)"), HasSubstr("mul.Tensor(%d, %d)")));
 }
 
+TEST(UnitScale, LeavesGatesAloneThatLetAShareThrough) {
+  for (const char* gated : {"aten::mul.Tensor(%h, %z)", "aten::mul.Tensor(%z, %h)", "aten::lerp.Tensor(%x, %h, %z)",
+                            "aten::addcmul(%x, %z, %h)"}) {
+    const std::string text = after_scaling(std::string(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %h = aten::tanh(%x)
+      %z = aten::sigmoid(%x)
+      %y = )") + gated + R"(
+      %u = aten::tanh(%x) %v = aten::mul.Tensor(%u, %h)
+      %s = aten::sigmoid(%x) %t = aten::mul.Tensor(%s, 3) %w = aten::add.Tensor(%t, %h)
+      output(%y, %v, %w)
+    })");
+    EXPECT_THAT(text, HasSubstr("%z = aten::sigmoid(%x)")) << gated;
+    for (const char* scaled : {"%u = plumb::tanh(%x", "%s = plumb::sigmoid(%x"}) EXPECT_THAT(text, HasSubstr(scaled));
+  }
+}
+
 TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
   const std::string graph = R"(graph {
       %x: f32[4, 8] = placeholder "x"
