@@ -8,11 +8,6 @@
 
 namespace plumb {
 
-std::string_view to_string(AttrKind kind) {
-  static constexpr std::string_view kNames[] = {"parameter", "buffer", "constant"};
-  return kNames[static_cast<size_t>(kind)];
-}
-
 void State::add(Attr attr) {
   const std::string_view name = attr.name;
   if (name.empty() || name.front() == '.' || name.back() == '.' || name.find("..") != name.npos || !is_utf8(name)) {

@@ -15,7 +15,6 @@ enum class AttrKind : uint8_t {
   Buffer,
   Constant,  // a tensor made outside of the graph, or folded
 };
-std::string_view to_string(AttrKind kind);
 
 struct Attr {
   std::string name;  // fully qualified, "layers.0.fc.weight"; never changed by anything
