@@ -426,8 +426,9 @@ class ParameterWriter {
   bool changed_ = false;
 };
 
-// Returns how many values of its weight an output of the product sums over; nullopt if no size of an operand says so.
-std::optional<int64_t> fan_in(const Node* node) {
+// Returns how many values of a weight of these sizes an output of the product sums over; nullopt if nothing says so.
+// Sizes of a file's values may be any numbers, those of the weight are not.
+std::optional<int64_t> fan_in(const Node* node, at::IntArrayRef weight) {
   const Contraction& product = node->facts().contraction;
   if (product.kind == ContractionKind::Product) {
     for (const auto& [name, dim] : product.named_operands()) {
@@ -435,11 +436,15 @@ std::optional<int64_t> fan_in(const Node* node) {
       const size_t from_end = static_cast<size_t>(-dim);
       if (sizes && sizes->size() >= from_end) return (*sizes)[sizes->size() - from_end];
     }
-  } else if (product.kind == ContractionKind::TransposedConvolution) {
-    const auto sizes = sizes_of_argument(node, "weight");  // in x out / groups x kernel
-    if (!sizes || sizes->size() < 2) return std::nullopt;
-    const int64_t spread = c10::multiply_integers(node->arg("stride").constant().toIntVector());
-    return (*sizes)[0] * shape_fan_in(*sizes) / ((*sizes)[1] * node->arg("groups").constant().toInt() * spread);
+  } else if (product.kind == ContractionKind::TransposedConvolution && weight.size() > 2) {
+    const Arg &stride = node->arg("stride"), &groups = node->arg("groups");
+    if (!stride.is_constant() || !groups.is_constant()) return std::nullopt;
+    // in x out / groups x kernel, of which an output meets one place in `stride`
+    double outputs = static_cast<double>(weight[1]) * static_cast<double>(groups.constant().toInt());
+    const std::vector<int64_t> strides = stride.constant().toIntVector();
+    for (size_t i = 2; i < weight.size() && !strides.empty(); ++i)
+      outputs *= static_cast<double>(strides[std::min(i - 2, strides.size() - 1)]);
+    if (outputs > 0) return static_cast<int64_t>(static_cast<double>(c10::multiply_integers(weight)) / outputs);
   }
   return std::nullopt;
 }
@@ -470,13 +475,14 @@ void tag_parameters(const GraphModule& module, const ParameterRoles& roles,
   for (const auto& [name, role] : roles.weights) {
     bool readout = !role.operators.empty();
     for (const Node* node : role.operators) readout = readout && node->is_op("plumb::linear_readout");
+    const at::IntArrayRef sizes = module.state().get(name).tensor.sizes();
     std::optional<int64_t> summed;
-    for (const Node* node : role.operators) summed = summed ? summed : fan_in(node);
+    for (const Node* node : role.operators) summed = summed ? summed : fan_in(node, sizes);
     for (const auto& n : role.names) {
       const Attr& attr = module.state().get(n);
       if (attr.kind != AttrKind::Parameter) continue;
       tags[n].type = readout ? MupType::Output : MupType::Weight;
-      if (summed && *summed > 0 && *summed != shape_fan_in(attr.tensor.sizes())) tags[n].fan_in = summed;
+      if (summed && *summed > 0 && *summed != shape_fan_in(sizes)) tags[n].fan_in = summed;
     }
   }
   for (const auto& [name, role] : roles.biases) {

@@ -332,6 +332,7 @@ class AddScaler {
       for (const Value* rest : one->inputs()) {
         const Node* node = rest->producer();
         if (!node->is_op("aten::rsub") || number_of(node->arg("other")) != 1.0) continue;
+        if (number_of(node->arg("alpha")) != 1.0) continue;
         if (other->input(0) == node->input(0) || other->input(1) == node->input(0)) return true;
       }
     }

@@ -195,6 +195,17 @@ TEST(UnitScale, NamesAComplexParameterAndLeavesWhatItMakesAlone) {
   EXPECT_THAT(report.find(ReportKind::LeftAlone, "c")->reason, HasSubstr("used by node %w (aten::real)"));
 }
 
+TEST(UnitScale, CountsWhatAnOutputOfATransposedConvolutionSumsOver) {
+  using Expected = std::optional<int64_t>;
+  for (const auto& [stride, expected] : {std::pair("[2]", Expected(6 * 4 / 2)), std::pair("[0]", Expected())}) {
+    auto module = module_of(c10::str(R"(graph { %x: f32[2, 6, 8] = placeholder "x" %w: f32[6, 5, 4] grad = get_attr "w"
+        %y = aten::conv_transpose1d(%x, %w, None, )",
+                                     stride, ") output(%y) }"),
+                            random_weights({{"w", {6, 5, 4}}}));
+    EXPECT_EQ(unit_scale(module)->mup.at("w").fan_in, expected) << stride;
+  }
+}
+
 TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
   at::manual_seed(1);
   auto module = gpt();
