@@ -298,6 +298,14 @@ TEST_F(TrainingData, AStepWithoutATargetThatCountsIsAnError) {
   EXPECT_THAT(message_of([&] { run(options, lm()); }), HasSubstr("step 1: no target of the batch counts"));
 }
 
+TEST_F(TrainingData, RefusesABatchForAFileOfNoRows) {
+  Graph graph;
+  graph.output({graph.placeholder("x", TensorMeta{at::kFloat, {0, 4}, {4, 1}})->result()});
+  const GraphModule none(std::move(graph), {}, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  options.batch = 8;
+  EXPECT_THAT(message_of([&] { rows_of_step(options, none); }), HasSubstr("exported for microbatches of 0 rows"));
+}
+
 TEST_F(TrainingData, EvaluationIsTorchsEvalModeAndLeavesBuffersAlone) {
   TrainOptions o = rows();
   o.eval_data = o.data;

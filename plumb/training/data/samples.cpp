@@ -250,9 +250,10 @@ int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
   if (o.batch == 0) return whole;
   if (!is_dynamic(meta, 0) && o.batch != whole) {
     const int64_t of_each = whole / o.microbatches;  // rows that one microbatch of every replica and accumulation takes
+    const bool fits = of_each > 0 && o.batch % of_each == 0;
     throw UsageError(
         c10::str("--batch ", o.batch, ": the file was exported for microbatches of ", meta.sizes[0], " rows"),
-        (o.batch % of_each == 0 ? c10::str("--microbatches ", o.batch / of_each, ", or ") : "") +
+        (fits ? c10::str("--microbatches ", o.batch / of_each, ", or ") : "") +
             c10::str("--batch ", whole, " with --microbatches ", o.microbatches, ", or export with a dynamic batch"));
   }
   if (o.batch < parts) {

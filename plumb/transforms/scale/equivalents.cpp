@@ -3,6 +3,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <ranges>
 #include <set>
 
 #include "plumb/core/error.h"
@@ -140,7 +141,11 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid) {
                                                   "aten::pow", "aten::square", "aten::sum"},
                                           picks = {"aten::gather", "aten::index", "aten::index_select"},
                                           gated = {"aten::mul", "aten::lerp", "aten::addcmul"};
-  for (const Use& use : value->uses()) {
+  std::vector<Use> open;  // the next one last; a chain may be longer than the stack is deep
+  const auto follow = [&](const Value* next) { open.insert(open.end(), next->uses().rbegin(), next->uses().rend()); };
+  for (follow(value); !open.empty();) {
+    const Use use = open.back();
+    open.pop_back();
     if (is_sigmoid && use.user->kind() == NodeKind::Output) return use.user;
     if (!use.user->is_call()) continue;
     if (readers.count(use.user->op_name())) return use.user;
@@ -149,9 +154,7 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid) {
     const bool by_number = maps.count(use.user->op_name()) && use.user->inputs().size() == 1;
     const bool picked = use.index == 0 && picks.count(use.user->op_name());
     if (!by_number && !picked && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;
-    for (const Value* result : use.user->results()) {
-      if (const Node* found = reader_of_range(result, is_sigmoid)) return found;
-    }
+    for (const Value* result : use.user->results() | std::views::reverse) follow(result);
   }
   return nullptr;
 }

@@ -458,6 +458,18 @@ TEST(UnitScale, ScalesAHundredThousandNodes) {
   EXPECT_EQ(report.count(ReportKind::Residual), 33'333u);
 }
 
+TEST(UnitScale, FollowsAProbabilityThroughAHundredThousandNodes) {
+  Graph graph;
+  Value* x = graph.placeholder("x", TensorMeta{at::kFloat, {4}, {1}})->result();
+  x = graph.call("aten::sigmoid", {x})->result();
+  while (graph.size() < 100'000) x = graph.call("aten::mul.Tensor", {x, 0.5})->result();
+  graph.output({graph.call("aten::clamp", {x, 0.0, 1.0})->result()});
+  GraphModule module(std::move(graph), {}, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  Report report;
+  unit_scale(module, {}, &report);
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "sigmoid")->reason, HasSubstr("aten::clamp reads it by its range"));
+}
+
 TEST(UnitScale, RefusesAReplacementThatIsInAnotherGraph) {
   Graph other;
   UnitScaleOptions options;
