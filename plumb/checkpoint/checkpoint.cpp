@@ -128,6 +128,13 @@ at::Tensor Checkpoint::read_optimizer(const std::string& name) const {
   return read_checked(stored_optimizer_name(*contents_, name), *tensor);
 }
 
+NamedTensors Checkpoint::read_all() const {
+  NamedTensors all;
+  for (const std::string& name : names()) all.emplace_back(name, read(name));
+  for (const std::string& name : optimizer_names()) all.emplace_back(name, read_optimizer(name));
+  return all;
+}
+
 void Checkpoint::load(const NamedTensors& into) const {
   std::string missing;
   size_t count = 0;

@@ -59,6 +59,8 @@ class Checkpoint {
 
   at::Tensor read(const std::string& name) const;
   at::Tensor read_optimizer(const std::string& name) const;
+  // Returns every tensor, the model's first, then the optimizer's under their stored names.
+  NamedTensors read_all() const;
   // Reads into existing tensors, one at a time. Throws Error(UnknownName) that lists the missing names, and
   // Error(TensorMismatch) for another shape or dtype or a tensor without memory, before any is changed.
   void load(const NamedTensors& into) const;

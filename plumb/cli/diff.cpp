@@ -23,22 +23,13 @@ struct DiffArguments {
   bool json = false;
 };
 
-// Every tensor of a checkpoint, the model's first.
-DiffTensors tensors_of(const std::string& folder) {
-  const Checkpoint checkpoint = Checkpoint::open(folder);
-  DiffTensors all;
-  for (const std::string& name : checkpoint.names()) all.emplace_back(name, checkpoint.read(name));
-  for (const std::string& name : checkpoint.optimizer_names()) all.emplace_back(name, checkpoint.read_optimizer(name));
-  return all;
-}
-
 // The newest checkpoint of a run's folder, or the checkpoint itself.
-std::string checkpoint_of(const std::string& folder) {
-  if (std::filesystem::exists(std::filesystem::path(folder) / "checkpoint.json")) return folder;
-  const auto newest = Checkpoint::newest(folder);
+Checkpoint checkpoint_of(const std::string& folder) {
+  if (std::filesystem::exists(std::filesystem::path(folder) / "checkpoint.json")) return Checkpoint::open(folder);
+  auto newest = Checkpoint::newest(folder);
   if (!newest)
     throw UsageError(folder + ": has no checkpoint", "a checkpoint's folder, or that of a run's checkpoints");
-  return newest->folder();
+  return *std::move(newest);
 }
 
 DiffReport diff_files(const DiffArguments& o, const DiffNames& names, Progress& progress) {
@@ -79,7 +70,7 @@ void run_diff(const DiffArguments& o) {
   if (files) {
     report = diff_files(o, names, progress);
   } else if (folders) {
-    report = diff(tensors_of(checkpoint_of(o.a)), tensors_of(checkpoint_of(o.b)), names);
+    report = diff(checkpoint_of(o.a).read_all(), checkpoint_of(o.b).read_all(), names);
   } else {
     progress.next("reading " + o.a);
     const History a = read_history(o.a), b = read_history(o.b);

@@ -78,6 +78,7 @@ Register checkpoint_part([](py::module_& m) {
           py::arg("name"))
       .def("read", &Checkpoint::read, FreeGil(), py::arg("name"))
       .def("read_optimizer", &Checkpoint::read_optimizer, FreeGil(), py::arg("name"))
+      .def("read_all", &Checkpoint::read_all, FreeGil())
       .def("load", &Checkpoint::load, FreeGil(), py::arg("tensors"))
       .def("verify", &Checkpoint::verify, FreeGil())
       .def_property_readonly("bytes_read", &Checkpoint::bytes_read);

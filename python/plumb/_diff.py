@@ -88,7 +88,7 @@ def diff(
         raise Error(f"tolerance={tolerance!r}", remedy="a relative difference, 0.001")
     if loss is not None and not callable(loss):
         raise Error(f"loss={loss!r}", remedy="a function of a module's output that returns a scalar")
-    a, b = (checkpoint._read_all(x) if _is_path(x) and os.path.isdir(x) else x for x in (a, b))
+    a, b = (dict(checkpoint._find(x).read_all()) if _is_path(x) and os.path.isdir(x) else x for x in (a, b))
     is_module = [isinstance(x, nn.Module) or _is_path(x, ".pt2") for x in (a, b)]
     if not any(is_module) and (inputs is not None or loss is not None or tolerance):
         raise Error("inputs, loss and tolerance are for two modules", remedy="diff(a, b)")

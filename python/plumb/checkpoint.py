@@ -311,12 +311,6 @@ def _find(folder: str | os.PathLike) -> Checkpoint:
     return found
 
 
-def _read_all(folder: str | os.PathLike) -> dict[str, Tensor]:
-    checkpoint = _find(folder)
-    tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
-    return tensors | {name: checkpoint.read_optimizer(name) for name in checkpoint.optimizer_names()}
-
-
 def _load_optimizer(checkpoint: Checkpoint, about: Mapping[str, Any], optimizer: Any, names: Mapping[int, str]) -> None:
     options = {name: group["options"] for group in about["groups"] for name in group["params"]}
     stored = checkpoint.optimizer_names()

@@ -124,11 +124,14 @@ constexpr int kTerms = 4;  // sums in sums that are looked into for terms that c
 
 bool is_difference(const Node* node) { return node->is_op("aten::sub"); }
 
+bool has_plain_alpha(const Node* node) {
+  const Arg* alpha = node->try_arg("alpha");
+  return alpha && number_of(*alpha) == 1.0;
+}
+
 // Returns whether it is the sum or difference of two tensors.
 bool has_terms(const Node* node) {
-  if (!is_add(node) && !is_difference(node)) return false;
-  const Arg* alpha = node->try_arg("alpha");
-  return node->num_inputs() == 2 && alpha && number_of(*alpha) == 1.0;
+  return (is_add(node) || is_difference(node)) && node->num_inputs() == 2 && has_plain_alpha(node);
 }
 
 const Value* before_detach(const Value* value) {
@@ -209,7 +212,7 @@ class AddScaler {
         continue;
       }
       adds.push_back(node);
-      if (plain_alpha(node)) candidates.push_back(node);
+      if (has_plain_alpha(node)) candidates.push_back(node);
     }
     if (adds.empty()) return {};
     const ResidualAnalysis found = find_residuals(adds, candidates);
@@ -331,21 +334,15 @@ class AddScaler {
     for (const auto& [one, other] : {std::pair(first, second), std::pair(second, first)}) {
       for (const Value* rest : one->inputs()) {
         const Node* node = rest->producer();
-        if (!node->is_op("aten::rsub") || number_of(node->arg("other")) != 1.0) continue;
-        if (number_of(node->arg("alpha")) != 1.0) continue;
+        if (!node->is_op("aten::rsub") || !has_plain_alpha(node) || number_of(node->arg("other")) != 1.0) continue;
         if (other->input(0) == node->input(0) || other->input(1) == node->input(0)) return true;
       }
     }
     return false;
   }
 
-  static bool plain_alpha(const Node* node) {
-    const Arg* alpha = node->try_arg("alpha");
-    return alpha && number_of(*alpha) == 1.0;
-  }
-
   const char* why_no_residual(const Node* add, bool inside) const {
-    if (!plain_alpha(add)) return "its alpha is not 1: not taken for a residual add";
+    if (!has_plain_alpha(add)) return "its alpha is not 1: not taken for a residual add";
     if (auto it = no_residual_.find(add); it != no_residual_.end()) return it->second;
     return inside ? "inside a residual branch" : "";
   }

@@ -382,11 +382,9 @@ class ModuleStateGuard:
         for table, key, before in self.outer.values():
             table.put(key, before)
         self.outer = {}
-        for table, key, before, now in changed_slots(self.tables):
+        for table, key, before, now in changed_slots(table for table in self.tables if not table.outer):
             # A new attribute goes: it may say that the forward has done what is undone here, such as registering hooks.
             stays = before is not MISSING and not isinstance(before, PLAIN) and not holds_tensors(now)
-            if table.outer:
-                continue
             if table.dotted and (key == "training" or stays):
                 continue
             if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):

@@ -18,8 +18,9 @@ class BeforeRun:
     """Keeps torch's random states, and the contents of the buffers and of whatever else the graph writes."""
 
     def __init__(self, module: nn.Module, captured: CapturedGraph, leaves: list) -> None:
-        sync_state(captured.engine, captured.slots)
         names, inputs = captured.writes
+        if names:
+            sync_state(captured.engine, captured.slots)
         state = {name: tensor for name, _, tensor, _ in captured.engine.state()} if names else {}
         self.inputs = [leaves[i] for i in inputs]
         written = {id(t): t for t in (*module.buffers(), *(state[name] for name in names), *self.inputs)}
