@@ -3,15 +3,20 @@
 run_tests.py PART...  cpp, python, device-cpp or device-python; default: cpp python device-python (ctest's suites are
                       the device's, too). cpus: the suites that compare bits, under every setting of SETTINGS.
 
+Python's tests run beside the other parts, whose output follows when each of them has ended: either waits for processes and
+time-outs for a third of its time.
+
 Exit code 0: everything passed. 1: a test failed, or a part did not run to its end. 130: interrupted.
 """
 
 import argparse
+import asyncio
 import contextlib
 import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,20 +137,33 @@ def read_report(report):
     return names, failed, died
 
 
-def run_to_the_end(command, environment):
+async def run_to_the_end(command, environment, output):
     """Returns the exit code of a command, of which no process stays: one that a dead test has left would hold its pipes."""
-    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    child = await asyncio.create_subprocess_exec(
+        *command, env=environment, start_new_session=True, stdout=output, stderr=output and asyncio.subprocess.STDOUT
+    )
     try:
-        return child.wait()
+        return await child.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM if child.returncode is None else signal.SIGKILL)
-        child.wait()
+        await child.wait()
 
 
-def run(part, title, given, environment, only=None):
+async def run_beside(part, title, given, environment):
+    """Returns what run() returns, and prints what the part printed when it has ended."""
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            return await run(part, title, given, environment, output=output)
+        finally:
+            output.seek(0)
+            shutil.copyfileobj(output, sys.stdout)
+            sys.stdout.flush()
+
+
+async def run(part, title, given, environment, only=None, output=None):
     """Returns a row of the table: title, tests, failed, seconds, what failed."""
-    print(f"plumb: running {title}", flush=True)
+    print(f"plumb: running {title}", file=output, flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
@@ -159,7 +177,7 @@ def run(part, title, given, environment, only=None):
             own["PLUMB_TEST_DEVICE"] = given.device
         names, failed, died = [], [], True
         while died and len(failed) < 20:
-            code, died = run_to_the_end(command, {**os.environ, **own}), False
+            code, died = await run_to_the_end(command, {**os.environ, **own}, output), False
             with contextlib.suppress(OSError, xml.etree.ElementTree.ParseError):
                 found, wrong, died = read_report(report)
                 names, failed = names + found, failed + wrong
@@ -185,7 +203,7 @@ def intel_library(given):
     return library
 
 
-def rows_of_settings(given):
+async def rows_of_settings(given):
     for setting in SETTINGS:
         if given.setting and not any(wanted and wanted in setting for wanted in given.setting):
             continue
@@ -197,7 +215,7 @@ def rows_of_settings(given):
             environment = {"LD_PRELOAD": str(library)}
         for part, suites in BITS.items():
             title = f"{TITLES[part]}, {setting or 'no setting'}"
-            yield run(part, title, given, environment, suites.split())
+            yield await run(part, title, given, environment, suites.split())
 
 
 def print_table(rows):
@@ -209,16 +227,24 @@ def print_table(rows):
         print(f"  {row[0].ljust(widths[0])}  {numbers}  {row[4]}", flush=True)
 
 
+async def run_parts(given, rows):
+    async def run_all(parts, run_one):
+        for part in parts:
+            if part == "cpus":
+                async for row in rows_of_settings(given):
+                    rows.append(row)
+            else:
+                rows.append(await run_one(part, TITLES[part].format(given.device), given, {}))
+
+    beside = [part for part in given.parts if "python" in given.parts and part not in ("python", "cpus")]
+    await asyncio.gather(run_all([part for part in given.parts if part not in beside], run), run_all(beside, run_beside))
+
+
 def main():
     given = parse_arguments()
     rows, interrupted = [], False
     try:
-        for part in given.parts:
-            if part == "cpus":
-                for row in rows_of_settings(given):
-                    rows.append(row)
-            else:
-                rows.append(run(part, TITLES[part].format(given.device), given, {}))
+        asyncio.run(run_parts(given, rows))
     except KeyboardInterrupt:
         interrupted = True
     print_table(rows)
