@@ -29,12 +29,22 @@ struct HistoryOptions {
   bool json = false;
 };
 
+// Returns the number in a cell of a column of numbers, a percentage as a share; the text of any other cell.
+nlohmann::ordered_json json_of(const std::string& cell) {
+  const bool share = cell.ends_with('%');
+  const auto number = nlohmann::ordered_json::parse(cell.substr(0, cell.size() - share), nullptr, false);
+  if (!number.is_number()) return cell;
+  return share ? nlohmann::ordered_json(number.get<double>() / 100) : number;
+}
+
 // Returns a table's rows as JSON objects.
 nlohmann::ordered_json json_of(const Table& table) {
   auto rows = nlohmann::ordered_json::array();
   for (const auto& row : table.rows) {
     nlohmann::ordered_json object;
-    for (size_t c = 0; c < row.size(); ++c) object[table.header[c]] = row[c];
+    for (size_t c = 0; c < row.size(); ++c) {
+      object[table.header[c]] = table.is_numeric(c) ? json_of(row[c]) : nlohmann::ordered_json(row[c]);
+    }
     rows.push_back(std::move(object));
   }
   return rows;

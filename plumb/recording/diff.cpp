@@ -255,8 +255,10 @@ std::string statistics_of(const History& a, const History& b, const std::vector<
     const Statistic statistic = Statistic::parse(name);
     const double x = rows[0]->value(statistic), y = rows[1]->value(statistic);
     if (std::isnan(x) || x == y) continue;
-    text += (text.empty() ? "" : ", ") + std::string(name) + " " + short_number(x, 9) + " against " +
-            short_number(y, 9) + " (relative " + short_number(std::abs(y - x) / std::abs(x), 2) + ")";
+    text +=
+        (text.empty() ? "" : ", ") + std::string(name) + " " + short_number(x, 9) + " against " + short_number(y, 9);
+    const double relative = std::abs(y - x) / std::abs(x);
+    if (std::isfinite(relative)) text += " (relative " + short_number(relative, 2) + ")";
   }
   return text;
 }

@@ -27,7 +27,7 @@ enum class DiffBasis {
 struct TensorDistance {
   int64_t elements = 0, differing = 0;
   double ulps = 0;      // the most, in units of the last place; NaN unless both have one floating-point type
-  double relative = 0;  // norm of the difference over that of the first
+  double relative = 0;  // norm of the difference over that of the first; NaN where an element of one alone is finite
   bool other_sizes = false;
   std::string types = {};  // both, if they differ
   std::string to_string() const;

@@ -437,6 +437,9 @@ TEST_F(Diffs, DistancesCountUnitsOfTheLastPlace) {
   EXPECT_EQ(distance_between(a, a).differing, 0);
   EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).ulps, 0);
   EXPECT_EQ(distance_between(at::tensor({0.0}), at::tensor({-0.0})).differing, 1);
+  const TensorDistance overflow = distance_between(at::tensor({1.0}), at::tensor({double{INFINITY}}));
+  EXPECT_TRUE(std::isnan(overflow.relative));
+  EXPECT_EQ(overflow.to_string().find("relative"), std::string::npos) << overflow.to_string();
 }
 
 TEST_F(Diffs, QuantizedTensorsOfOtherScalesDiffer) {

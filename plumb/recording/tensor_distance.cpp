@@ -88,7 +88,7 @@ std::string TensorDistance::to_string() const {
   if (differing == 0) return of_types + "equal";
   std::string text = of_types + c10::str(differing, " of ", elements, " elements");
   if (!std::isnan(ulps)) text += ", at most " + short_number(ulps) + " ulp";
-  return text + ", relative " + short_number(relative, 2);
+  return std::isnan(relative) ? text : text + ", relative " + short_number(relative, 2);
 }
 
 }  // namespace plumb
