@@ -427,6 +427,17 @@ TEST_F(Diffs, ATransformedModelIsComparedByDistance) {
   EXPECT_GT(report.first->distance->relative, 1e-3);
 }
 
+TEST_F(Diffs, DistancesOfLargeTensorsAreTakenInParts) {
+  const at::Tensor a = at::zeros({(int64_t{1} << 24) + 8});
+  at::Tensor b = a.clone();
+  a[-1] = 4, a[0] = 3;
+  b[-1] = 7, b[0] = 7;
+  const TensorDistance apart = distance_between(a, b);
+  EXPECT_EQ(apart.differing, 2);
+  EXPECT_DOUBLE_EQ(apart.relative, 1);  // (4, 3) of (3, 4)
+  EXPECT_EQ(apart.ulps, distance_between(at::tensor({3.0f}), at::tensor({7.0f})).ulps);
+}
+
 TEST_F(Diffs, DistancesCountUnitsOfTheLastPlace) {
   const at::Tensor a = at::tensor({1.0f, -1.0f, 0.0f});
   at::Tensor b = a.clone();

@@ -40,21 +40,17 @@ at::Tensor ordered_bits(const at::Tensor& x) {
 }
 
 double most_ulps(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0) return 0;
   const at::Tensor x = ordered_bits(a), y = ordered_bits(b);
   const at::Tensor apart = (x.to(at::kDouble) - y.to(at::kDouble)).abs();
   constexpr double kFar = 1e18;  // 64-bit integers overflow beyond, doubles are not exact below
   return at::where(apart < kFar, (x - y).abs().to(at::kDouble), apart).max().item<double>();
 }
 
-// Returns the norm of the difference over that of x. Infinities and NaNs that both have, of a mask say, count in
-// neither.
-double relative_distance(const at::Tensor& x, const at::Tensor& y, const at::Tensor& apart) {
-  const at::Tensor difference = at::where(apart, x - y, 0.0), own = at::where(apart.logical_or(x.isfinite()), x, 0.0);
-  if (!difference.any().item<bool>()) return 0;
-  // Squares of doubles below 1e-154 are 0, of those above 1e154 infinite.
-  const at::Tensor most = at::maximum(difference.abs().max(), own.abs().max());
-  return ((difference / most).norm() / (own / most).norm()).item<double>();
+// Adds the norm of a part to that of the parts before it. Squares of doubles below 1e-154 are 0, of those above 1e154
+// infinite.
+void add_norm(long double& norm, const at::Tensor& part) {
+  const double most = part.abs().max().item<double>();
+  if (most != 0) norm = std::hypot(norm, static_cast<long double>(most) * (part / most).norm().item<double>());
 }
 
 }  // namespace
@@ -73,12 +69,27 @@ TensorDistance distance_between(const at::Tensor& a_given, const at::Tensor& b_g
     return out;
   }
   const bool same_type = a.scalar_type() == b.scalar_type();
-  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
-  const at::Tensor apart = same_type ? bits_of(a) != bits_of(b) : (x != y).logical_and((x == x).logical_or(y == y));
+  const bool has_ulps = same_type && a.is_floating_point() && a.element_size() >= 2;
   const bool complex = a_given.is_complex() && b_given.is_complex();
-  out.differing = (complex ? apart.any(-1) : apart).sum().item<int64_t>();
-  out.relative = out.differing > 0 ? relative_distance(x, y, apart) : 0;
-  if (same_type && a.is_floating_point() && a.element_size() >= 2) out.ulps = most_ulps(a, b);
+  out.relative = 0;
+  if (has_ulps) out.ulps = 0;
+  if (same_type && at::equal(bits_of(a), bits_of(b))) return out;
+  constexpr int64_t kPart = int64_t{1} << 24;  // doubles of all elements at once are many times a model's memory
+  const at::Tensor all_a = a.view(-1), all_b = b.view(-1);
+  long double difference = 0, own = 0;
+  for (int64_t begin = 0; begin < all_a.numel(); begin += kPart) {
+    const int64_t end = std::min(begin + kPart, all_a.numel());
+    const at::Tensor part_a = all_a.slice(0, begin, end), part_b = all_b.slice(0, begin, end);
+    const at::Tensor x = part_a.to(at::kDouble), y = part_b.to(at::kDouble);
+    const at::Tensor apart =
+        same_type ? bits_of(part_a) != bits_of(part_b) : (x != y).logical_and((x == x).logical_or(y == y));
+    out.differing += (complex ? apart.view({-1, 2}).any(-1) : apart).sum().item<int64_t>();
+    // Infinities and NaNs that both have, of a mask say, count in neither norm.
+    add_norm(difference, at::where(apart, x - y, 0.0));
+    add_norm(own, at::where(apart.logical_or(x.isfinite()), x, 0.0));
+    if (has_ulps) out.ulps = std::max(out.ulps, most_ulps(part_a, part_b));
+  }
+  if (difference != 0) out.relative = static_cast<double>(difference / own);
   return out;
 }
 
