@@ -1,16 +1,18 @@
 #include "plumb/transforms/scale/scale_adds.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <map>
 #include <optional>
-#include <set>
-#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "plumb/core/table.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/attention.h"
 #include "plumb/transforms/scale/residual.h"
 
 namespace plumb {
@@ -19,77 +21,6 @@ namespace {
 constexpr const char* kSplit = "plumb::residual_split";
 constexpr const char* kResidualAdd = "plumb::residual_add";
 constexpr const char* kAdd = "plumb::add";
-
-// Returns whether a node takes the largest of some values.
-bool chooses(const Node* node) {
-  static const std::set<std::string_view> names = {"aten::topk", "aten::sort", "aten::argmax", "aten::argsort"};
-  return node->is_call() && (names.count(node->op_name()) || node->target() == "aten::max.dim");
-}
-
-// Returns whether a node takes single entries of the last dimension, as a gate does that weighs each expert on its own.
-bool takes_one(const Node* node) {
-  static const std::set<std::string_view> whole = {"aten::select", "aten::unbind"},
-                                          parts = {"aten::slice", "aten::split", "aten::chunk"};
-  const std::string_view name = node->is_call() ? node->op_name() : "";
-  if (!whole.count(name) && !parts.count(name)) return false;
-  const auto& before = node->input(0)->meta();
-  const Arg* given = node->try_arg("dim");
-  const auto dim = given ? number_of(*given) : std::nullopt;
-  if (!before || !dim || (*dim != -1 && *dim + 1 != double(before->sizes.size()))) return false;
-  const auto& after = node->num_results() ? node->result(0)->meta() : before;
-  return whole.count(name) || (after && before->sizes.back() != 1 && after->sizes.back() == 1);
-}
-
-constexpr int kNear = 6;  // steps of masks, biases and views between a softmax and a choice
-
-bool is_chosen(const Value* value, int steps = kNear) {
-  static const std::set<std::string_view> through = {"aten::masked_fill", "aten::where", "aten::gather"};
-  const Node* node = value->producer();
-  if (chooses(node)) return true;
-  if (!steps || !node->is_call() || (!is_passthrough(node) && !through.count(node->op_name()))) return false;
-  const auto inputs = node->inputs();
-  return std::any_of(inputs.begin(), inputs.end(), [&](const Value* input) { return is_chosen(input, steps - 1); });
-}
-
-bool is_chosen_from(const Value* value, int steps = kNear) {
-  static const std::set<std::string_view> through = {"aten::add", "aten::mul", "aten::div", "aten::masked_fill"};
-  return std::any_of(value->uses().begin(), value->uses().end(), [&](const Use& use) {
-    const Node* user = use.user;
-    if (chooses(user) || takes_one(user)) return true;
-    if (!steps || !user->is_call() || (!is_passthrough(user) && !through.count(user->op_name()))) return false;
-    const auto& results = user->results();
-    return std::any_of(results.begin(), results.end(),
-                       [&](const Value* result) { return is_chosen_from(result, steps - 1); });
-  });
-}
-
-bool is_softmax(const Node* node) {
-  const std::string_view name = node->op_name();
-  return name.ends_with("::softmax") || name.ends_with("::_softmax");
-}
-
-// Returns whether a value is read by softmaxes alone, at once or behind masks, factors, casts and views.
-bool are_logits(const Value* value, int steps = kNear) {
-  static const std::set<std::string_view> through = {"aten::add", "plumb::add",        "aten::mul",
-                                                     "aten::div", "aten::masked_fill", "aten::where"};
-  const auto& uses = value->uses();
-  return !uses.empty() && std::all_of(uses.begin(), uses.end(), [&](const Use& use) {
-    const Node* user = use.user;
-    if (!user->is_call() || user->num_results() != 1) return false;
-    if (looks_at_shape_only(*user) || is_softmax(user)) return true;
-    return steps && (is_passthrough(user) || through.count(user->op_name())) && are_logits(user->result(), steps - 1);
-  });
-}
-
-// A softmax is attention unless it is a router's: of logits that were chosen, or one whose results are chosen from or
-// taken one by one.
-bool is_attention(const Node* node) {
-  if (!node->is_call()) return false;
-  const std::string_view name = node->op_name();
-  if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
-  if (is_softmax(node)) return !is_chosen(node->input(0)) && !is_chosen_from(node->result());
-  return name.ends_with("::_native_multi_head_attention");
-}
 
 // Returns whether a node passes no gradient on: a detach, a region without gradients, a look at a tensor's shape.
 bool stops_gradient(const Node& node) {
@@ -124,9 +55,25 @@ constexpr int kTerms = 4;  // sums in sums that are looked into for terms that c
 
 bool is_difference(const Node* node) { return node->is_op("aten::sub"); }
 
-bool has_plain_alpha(const Node* node) {
+std::optional<double> alpha_of(const Node* node) {
   const Arg* alpha = node->try_arg("alpha");
-  return alpha && number_of(*alpha) == 1.0;
+  return alpha ? number_of(*alpha) : std::nullopt;
+}
+
+bool has_plain_alpha(const Node* node) { return alpha_of(node) == 1.0; }
+
+bool is_weight(std::optional<double> number) { return number && *number > 0 && std::isfinite(*number); }
+
+// Returns the number that a value is multiplied by, if nothing else reads the value and it is positive.
+std::optional<double> weight_of(const Value* value) {
+  const Node* node = value->producer();
+  const bool times = node->target() == "aten::mul.Tensor" || node->target() == "aten::mul.Scalar";
+  const bool divides = node->target() == "aten::div.Tensor" || node->target() == "aten::div.Scalar";
+  if ((!times && !divides) || node->num_inputs() != 1 || !keeps_type(node) || value->uses().size() != 1)
+    return std::nullopt;
+  const auto number = number_of(node->args()[1]);
+  const auto weight = divides && number ? 1 / *number : number;
+  return is_weight(weight) ? weight : std::nullopt;
 }
 
 // Returns whether it is the sum or difference of two tensors.
@@ -212,11 +159,11 @@ class AddScaler {
         continue;
       }
       adds.push_back(node);
-      if (has_plain_alpha(node)) candidates.push_back(node);
+      if (is_weight(alpha_of(node))) take_weights(node), candidates.push_back(node);
     }
     if (adds.empty()) return {};
     const ResidualAnalysis found = find_residuals(adds, candidates);
-    const std::vector<double> taus = choose_taus(found);
+    const std::vector<double> ratios = settle_weights(found), taus = choose_taus(found, ratios);
     std::unordered_map<const Node*, size_t> residual;
     for (size_t i = 0; i < found.adds.size(); ++i) residual.emplace(found.adds[i].add, i);
     note_depths(found);
@@ -233,10 +180,9 @@ class AddScaler {
       if (it != residual.end()) {
         const size_t i = it->second;
         made = graph_.call(kResidualAdd, {add->input(1 - skip_index[i]), add->input(skip_index[i]), taus[i]});
-        report_
-            .add(ReportKind::Residual, add, add->target(), kResidualAdd,
-                 found.adds[i].attention ? "attention on the branch" : "no attention on the branch")
-            .tau = taus[i];
+        std::string detail = found.adds[i].attention ? "attention on the branch" : "no attention on the branch";
+        if (ratios[i] != 1) detail += "; numbers give it " + short_number(ratios[i]) + " times the weight of the skip";
+        report_.add(ReportKind::Residual, add, add->target(), kResidualAdd, detail).tau = taus[i];
       } else {
         // Inside a residual branch the skip goes around the add: its gradient must keep the scale of its value.
         const bool inside = found.inside.count(add);
@@ -265,7 +211,8 @@ class AddScaler {
       const auto& uses = value->uses();
       return std::any_of(uses.begin(), uses.end(), [&](const Use& use) {
         auto it = branch_of.find(use.user);
-        return use.user->is_call() && carrying.contains(use.user) && (it == branch_of.end() || it->second != value);
+        return use.user->is_call() && carrying.contains(use.user) && !products_.contains(use.user) &&
+               (it == branch_of.end() || it->second != value);
       });
     };
     const auto written_later = written_after_they_are_made(graph_, module_.state());
@@ -342,18 +289,58 @@ class AddScaler {
   }
 
   const char* why_no_residual(const Node* add, bool inside) const {
-    if (!has_plain_alpha(add)) return "its alpha is not 1: not taken for a residual add";
+    if (!is_weight(alpha_of(add))) return "its alpha is not positive: not taken for a residual add";
     if (auto it = no_residual_.find(add); it != no_residual_.end()) return it->second;
     return inside ? "inside a residual branch" : "";
   }
 
-  std::vector<double> choose_taus(const ResidualAnalysis& found) const {
+  // Numbers that weight the operands of an add, as DeepNorm's 2 * x + f(x), a conformer's x + 0.5 * f(x) and alpha. A
+  // residual add takes them into its tau, so that its operands are what the numbers multiply.
+  struct Weights {
+    std::array<double, 2> numbers = {1, 1};
+    std::array<Node*, 2> products = {};
+  };
+
+  void take_weights(Node* add) {
+    Weights& weights = weights_[add];
+    weights.numbers[1] = *alpha_of(add);
+    for (size_t i = 0; i < 2; ++i) {
+      Node* product = add->input(i)->producer();
+      const auto number = keep_.contains(product) ? std::nullopt : weight_of(add->input(i));
+      if (!number) continue;
+      weights.numbers[i] *= *number;
+      weights.products[i] = product;
+      products_.insert(product);
+      add->set_input(i, product->input(0));
+    }
+  }
+
+  // Returns how many times the weight of the skip each branch has. The other adds get their products back.
+  std::vector<double> settle_weights(const ResidualAnalysis& found) {
+    std::vector<double> ratios;
+    for (const ResidualAdd& r : found.adds) {
+      const Weights weights = std::move(weights_.extract(r.add).mapped());
+      const size_t skip = r.add->input(0) == r.skip ? 0 : 1;
+      ratios.push_back(weights.numbers[1 - skip] / weights.numbers[skip]);
+      for (Node* product : weights.products)
+        if (product) graph_.erase(product);
+    }
+    for (const auto& [add, weights] : weights_) {
+      for (size_t i = 0; i < 2; ++i)
+        if (weights.products[i]) add->set_input(i, weights.products[i]->result());
+    }
+    return ratios;
+  }
+
+  std::vector<double> choose_taus(const ResidualAnalysis& found, const std::vector<double>& ratios) const {
     std::vector<bool> attention;
     for (const auto& add : found.adds) attention.push_back(add.attention);
-    if (options_.tau_rule == TauRule::Depth)
-      return depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
     std::vector<double> taus;
-    for (bool a : attention) taus.push_back(a ? options_.tau_attention : options_.tau_mlp);
+    if (options_.tau_rule == TauRule::Depth)
+      taus = depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
+    else
+      for (bool a : attention) taus.push_back(a ? options_.tau_attention : options_.tau_mlp);
+    for (size_t i = 0; i < taus.size(); ++i) taus[i] *= ratios[i];
     return taus;
   }
 
@@ -408,6 +395,8 @@ class AddScaler {
   const NodeSet& keep_;
   Report& report_;
   const NodeSet differentiable_;
+  std::unordered_map<Node*, Weights> weights_;
+  NodeSet products_;                                          // of numbers in weights_
   std::unordered_map<const Node*, const char*> no_residual_;  // adds that only look like residual ones, and why
   ScaledAdds done_;
 };

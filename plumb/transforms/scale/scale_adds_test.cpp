@@ -69,6 +69,50 @@ TEST(ScaleAdds, FindASkipThatIsACopy) {
               HasSubstr("aten::clone(%h)"));
 }
 
+TEST(ScaleAdds, TakeNumbersThatWeightTheOperandsIntoTau) {
+  const std::string twice = "%s: f32[4, 8] = aten::mul.Tensor(%x, 2)",
+                    half = "%b: f32[4, 8] = aten::mul.Scalar(%f, 0.5)",
+                    quarter = "%s: f32[4, 8] = aten::div.Tensor(%x, 4)";
+  const struct {
+    std::string products, operands, last;
+  } cases[] = {
+      {twice, "%s, %f", "%x_skip, 0.25)"},  // DeepNorm
+      {half, "%x, %b", "%x_skip, 0.25)"},
+      {half, "%b, %x", "%x_skip, 0.25)"},
+      {quarter + "\n" + half, "%s, %b", "%x_skip)"},
+      {"", "%x, %f, alpha=0.5", "%x_skip, 0.25)"},
+      {half, "%x, %b, alpha=3", "%x_skip, 0.75)"},
+  };
+  for (const auto& [products, operands, last] : cases) {
+    const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %f: f32[4, 8] = aten::gelu(%x)
+      )" + products + R"(
+      %y: f32[4, 8] = aten::add.Tensor()" + operands +
+                                           R"()
+      output(%y)
+    })");
+    EXPECT_THAT(text, testing::AllOf(HasSubstr("plumb::gelu(%x_branch)"), HasSubstr(last), Not(HasSubstr("aten::"))))
+        << products << operands;
+  }
+  // No residual layer, a number that turns the sign, a product that something else reads: numbers stay where they are.
+  for (const char* rest : {"%s: f32[4, 8] = aten::mul.Tensor(%z, 2)\n %y: f32[4, 8] = aten::add.Tensor(%s, %f)",
+                           "%s: f32[4, 8] = aten::mul.Tensor(%x, -2)\n %y: f32[4, 8] = aten::add.Tensor(%s, %f)",
+                           "%s: f32[4, 8] = aten::mul.Tensor(%x, 2)\n %r: f32[4, 8] = aten::add.Tensor(%s, %f)\n "
+                           "%y: f32[4, 8] = aten::mul.Tensor(%r, %s)"}) {
+    EXPECT_THAT(after_scaling(c10::str(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %z: f32[4, 8] = placeholder "z"
+      %f: f32[4, 8] = aten::gelu(%x)
+      )",
+                                       rest, R"(
+      output(%y)
+    })")),
+                testing::AllOf(HasSubstr("%s: f32[4, 8] = aten::mul.Tensor("), HasSubstr("(%s, %f")))
+        << rest;
+  }
+}
+
 TEST(ScaleAdds, LeaveStraightThroughEstimatorsAlone) {
   // The value of each sum is that of the rounded operand: any factor would let the other one through.
   for (const char* estimator : {"%q = aten::round(%x) %s = aten::sub.Tensor(%q, %x) %d = aten::detach(%s)",
