@@ -396,7 +396,7 @@ class AddScaler {
   Report& report_;
   const NodeSet differentiable_;
   std::unordered_map<Node*, Weights> weights_;
-  NodeSet products_;                                          // of numbers in weights_
+  NodeSet products_;                                          // all products in weights_
   std::unordered_map<const Node*, const char*> no_residual_;  // adds that only look like residual ones, and why
   ScaledAdds done_;
 };
