@@ -23,37 +23,30 @@ at::Tensor row_by_row(const at::Tensor& codes, int64_t rows, int64_t columns) {
   return at::constant_pad_nd(codes, {0, columns - codes.size(1), 0, rows - codes.size(0)}).contiguous();
 }
 
-// Codes of weights, by the weight.
+// Codes of weights, by the weight, while somebody asks to keep them. Nothing else tells that a weight is as it was:
+// writes past autograd, through p.data or NumPy, leave its version alone.
 class WeightCodes {
  public:
   at::Tensor find(const at::Tensor& weight, std::string_view format) {
     std::lock_guard lock(mutex_);
     const auto it = entries_.find(weight.unsafeGetTensorImpl());
     if (it == entries_.end() || it->second.weight.expired()) return {};
-    Entry& entry = it->second;
-    if (entry.format != format || entry.version != weight._version() || entry.memory != weight.const_data_ptr())
-      return {};
-    auto codes = at::Tensor(entry.codes.lock());
-    const bool fits = codes.defined() && codes._version() == entry.codes_version && codes.sizes() == weight.sizes() &&
-                      codes.device() == weight.device();
-    if (!fits) return {};
-    if (keepers_ > 0) entry.kept = codes;
-    return codes;
+    const Entry& entry = it->second;
+    const bool fits = entry.format == format && entry.version == weight._version() &&
+                      entry.memory == weight.const_data_ptr() && entry.codes._version() == entry.codes_version &&
+                      entry.codes.sizes() == weight.sizes() && entry.codes.device() == weight.device();
+    return fits ? entry.codes : at::Tensor();
   }
 
   void add(const at::Tensor& weight, std::string_view format, const at::Tensor& codes) {
     std::lock_guard lock(mutex_);
-    if (entries_.size() >= sweep_at_) {
-      std::erase_if(entries_, [](const auto& entry) { return entry.second.codes.expired(); });
-      sweep_at_ = 2 * entries_.size() + 64;
-    }
+    if (keepers_ == 0) return;
     entries_.insert_or_assign(weight.unsafeGetTensorImpl(), Entry{Weak(weight.getIntrusivePtr()),
                                                                   weight._version(),
                                                                   weight.const_data_ptr(),
                                                                   std::string(format),
-                                                                  Weak(codes.getIntrusivePtr()),
+                                                                  codes,
                                                                   codes._version(),
-                                                                  keepers_ > 0 ? codes : at::Tensor(),
                                                                   {}});
   }
 
@@ -61,9 +54,8 @@ class WeightCodes {
   at::Tensor transposed(const at::Tensor& codes) {
     const auto copy = [&] { return codes.t().contiguous(); };
     std::lock_guard lock(mutex_);
-    if (keepers_ == 0) return copy();
     for (auto& [weight, entry] : entries_) {
-      if (!entry.kept.defined() || entry.kept.unsafeGetTensorImpl() != codes.unsafeGetTensorImpl()) continue;
+      if (!entry.codes.is_same(codes)) continue;
       if (!entry.transposed.defined()) entry.transposed = copy();
       return entry.transposed;
     }
@@ -86,13 +78,12 @@ class WeightCodes {
     int64_t version;
     const void* memory;
     std::string format;
-    Weak codes;
+    at::Tensor codes;
     int64_t codes_version;
-    at::Tensor kept, transposed;
+    at::Tensor transposed;
   };
   std::mutex mutex_;
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
-  size_t sweep_at_ = 64;
   int keepers_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Codes of FP8 as the operands of products: their kernels, and the codes of weights, which are made once.
+// Codes of FP8 as the operands of products: their kernels, and the codes of weights, which a step makes once.
 //
 // A code is a byte as plumb::encode makes it, for e4m3fn and e5m2 that of torch's float8_e4m3fn and float8_e5m2.
 #pragma once
@@ -37,13 +37,13 @@ bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
                      double alpha, at::ScalarType dtype);
 
-// Returns the codes of a weight. They are made again only when the weight was written (its version counter, its
-// memory), as long as somebody holds them: the backward pass of a product does until it has run. So microbatches that
-// are under way at once share them. Rounding stochastically, they are made for every call.
+// Returns the codes of a weight: made for every call, and while a KeepWeightCodes lives only when the weight was
+// written (its version counter, its memory). Rounding stochastically, they are always made for every call.
 at::Tensor encode_weight(const at::Tensor& weight, std::string_view format);
 
 // While one lives, in any thread, codes of weights (and their transposed copies for the units) stay until the last one
-// goes: a step of a pipeline casts each weight once. Weights are not to be written meanwhile behind autograd's back.
+// goes: a step of a pipeline casts each weight once, its microbatches share the codes. Weights are not to be written
+// meanwhile behind autograd's back.
 class KeepWeightCodes {
  public:
   KeepWeightCodes();

@@ -85,8 +85,9 @@ TEST(Fp8, CodesThatHaveNoProductAreRefused) {
   }
 }
 
-TEST(Fp8, AWeightIsCastOnceUntilItIsWritten) {
+TEST(Fp8, AKeptWeightIsCastOnceUntilItIsWritten) {
   at::manual_seed(5);
+  const KeepWeightCodes keep;
   at::Tensor w = at::randn({32, 48}).requires_grad_();
   at::Tensor first = encode_weight(w, "e4m3fn");
   EXPECT_TRUE(at::equal(first, encode(w, e4m3())));
@@ -106,9 +107,9 @@ TEST(Fp8, AWeightIsCastOnceUntilItIsWritten) {
   EXPECT_TRUE(at::equal(encode_weight(w, "e4m3fn"), encode(w, e4m3()))) << "codes that were written are not used";
 }
 
-TEST(Fp8, WritesBehindAutogradsBackCountOnceNobodyHoldsTheCodes) {
+TEST(Fp8, WritesPastAutogradCountFromTheNextCallOnAlsoWhileAGraphHoldsTheCodes) {
   at::Tensor w = at::randn({32, 48}).requires_grad_();
-  encode_weight(w, "e4m3fn");
+  const at::Tensor held = encode_weight(w, "e4m3fn");
   w.data().mul_(3);  // no version counter sees it
   EXPECT_TRUE(at::equal(encode_weight(w, "e4m3fn"), encode(w, e4m3())));
 }
@@ -117,10 +118,11 @@ TEST(Fp8, EveryOptimiserOfTorchIsSeenBetweenSteps) {
   auto trains = [](auto make) {
     at::Tensor w = at::randn({32, 32}).requires_grad_();
     auto optimizer = make(std::vector<at::Tensor>{w});
+    std::vector<at::Tensor> held;
     for (int step = 0; step < 3; ++step) {
       optimizer->zero_grad();
-      const at::Tensor codes = encode_weight(w, "e4m3fn");
-      EXPECT_TRUE(at::equal(codes, encode(w, e4m3()))) << step;
+      held.push_back(encode_weight(w, "e4m3fn"));
+      EXPECT_TRUE(at::equal(held.back(), encode(w, e4m3()))) << step;
       w.square().sum().backward();
       optimizer->step();
     }

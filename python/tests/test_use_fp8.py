@@ -281,3 +281,15 @@ def test_a_list_of_products_is_a_list_and_what_it_names_is_there(transform):
     reasons = {e["node"]: e["reason"] for e in report(low)[0]["entries"] if e["kind"] == "left_alone"}
     assert "excluded by '2'" in reasons.values() and "2" not in reasons
     assert all("no matrix product has this name" in reasons[name] for name in ("3", "body.*"))
+
+
+def test_weights_written_past_autograd_count_while_a_graph_has_their_codes():
+    torch.manual_seed(0)
+    net, x = nn.Linear(32, 32), torch.randn(4, 32)
+    low, simulated = use_fp8(net), simulate_format(net, "e4m3fn", "e5m2")
+    outputs = [low(x)]
+    for write in (lambda w: w.data.mul_(2), lambda w: w.detach().numpy().__imul__(3), lambda w: w.data[0].fill_(7)):
+        for weight in {id(m.weight): m.weight for m in (low, simulated)}.values():
+            write(weight)
+        outputs.append(low(x))
+        assert torch.equal(outputs[-1], simulated(x)) and not torch.equal(outputs[-1], outputs[-2])

@@ -9,8 +9,8 @@
 //
 // linear, addmm, mm, matmul and bmm, and the unit-scaled ones, become plumb::fp8_linear and plumb::fp8_matmul.
 // Convolutions, attention and what else has no FP8 kernel stay simulated, to the same formats. The report says for each
-// product which, and why. A value that several products use is cast once, a weight once for all microbatches that are
-// under way (plumb/scaling/fp8.h).
+// product which, and why. A value that several products use is cast once, a weight once for all microbatches of a
+// pipeline's step (plumb/scaling/fp8.h).
 #pragma once
 
 #include <memory>
