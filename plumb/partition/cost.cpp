@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
-#include <cctype>
 #include <chrono>
 #include <map>
 #include <unordered_set>
@@ -16,6 +15,7 @@
 #include "plumb/core/str.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/plan.h"
+#include "plumb/operators/einsum_labels.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/tensors/node_seeds.h"
@@ -399,52 +399,30 @@ class Counter {
     return 2 * rows * weights;
   }
 
-  // Labels with their sizes, of one operand of an einsum. Dimensions under "..." are labels counted from the end.
-  using Labels = std::map<std::string, double>;
-  Labels labels(std::string_view term, const Value* v) const {
-    std::vector<std::string> names;
-    size_t dots = std::string_view::npos;
-    for (size_t i = 0; i < term.size(); ++i) {
-      if (std::isalpha(static_cast<unsigned char>(term[i]))) names.emplace_back(1, term[i]);
-      if (term.substr(i).starts_with("...")) dots = names.size();
-    }
-    const TensorMeta* m = meta(v);
-    Labels found;
-    if (!m || m->sizes.size() < names.size()) return found;
-    const size_t hidden = m->sizes.size() - names.size();
-    if (dots != std::string_view::npos) {
-      for (size_t k = 0; k < hidden; ++k)
-        names.insert(names.begin() + static_cast<int64_t>(dots + k), str(".", hidden - k));
-    }
-    for (size_t d = 0; d < names.size() && d < m->sizes.size(); ++d)
-      found[names[d]] = std::max(found[names[d]], static_cast<double>(m->sizes[d]));
-    return found;
-  }
-
   // Operands are contracted from left to right, as torch does without a path: a step multiplies over all labels of its
   // two operands, and keeps those that the result or a later operand has.
+  using Labels = std::map<std::string, double>;  // with their sizes
   double einsum(double out) const {
     const Arg* equation = node_.try_arg("equation");
     const Arg* tensors = node_.try_arg("tensors");
     if (!equation || !equation->is_constant() || !tensors || !tensors->is_list() || tensors->list().size() < 2)
       return out;
-    const std::string& text = equation->constant().toStringRef();
-    const size_t arrow = text.find("->");
-    std::vector<Labels> operands;
-    size_t start = 0;
+    std::vector<std::vector<int64_t>> sizes;
+    std::vector<size_t> dims;
     for (const Arg& tensor : tensors->list()) {
-      const size_t end = std::min({text.find(',', start), arrow, text.size()});
-      operands.push_back(
-          labels(std::string_view(text).substr(start, end - start), tensor.is_value() ? tensor.value() : nullptr));
-      start = std::min(end + 1, text.size());
+      const TensorMeta* m = meta(tensor.is_value() ? tensor.value() : nullptr);
+      dims.push_back(sizes.emplace_back(m ? m->sizes : std::vector<int64_t>()).size());
     }
-    std::map<std::string, int> uses;
-    for (const Labels& one : operands) {
-      for (const auto& [name, size] : one) ++uses[name];
+    const EinsumLabels names = einsum_labels(equation->constant().toStringRef(), dims);
+    std::vector<Labels> operands(sizes.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      for (size_t d = 0; d < std::min(sizes[i].size(), names.operands[i].size()); ++d) {
+        double& size = operands[i][names.operands[i][d]];
+        size = std::max(size, static_cast<double>(sizes[i][d]));
+      }
     }
     auto in_result = [&](const std::string& name) {
-      if (arrow == std::string::npos) return uses[name] == 1 || name[0] == '.';
-      return text.find(name[0] == '.' ? "..." : name, arrow) != std::string::npos;
+      return std::ranges::find(names.result, name) != names.result.end();
     };
     double flops = 0;
     Labels left = operands[0];

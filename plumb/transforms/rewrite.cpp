@@ -2,12 +2,14 @@
 
 #include <ATen/ops/amin.h>
 
+#include <algorithm>
 #include <span>
 
 #include "plumb/core/join.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
+#include "plumb/transforms/formats/format_recipe.h"
 
 namespace plumb {
 namespace {
@@ -112,14 +114,32 @@ std::vector<Use> effective_uses(const Value* value) {
   return found;
 }
 
+namespace {
+
+bool fits_module_or_parameter(const Node* node, const std::string& pattern) {
+  if (matches_pattern(pattern, node->meta().module_path())) return true;
+  return std::ranges::any_of(node->inputs(), [&](const Value* value) {
+    const Node* attr = source_attribute(value);
+    return attr && matches_pattern(pattern, attr->target());
+  });
+}
+
+// Values are named by operators: %linear may be the product of any layer, and no user means it by the module "linear".
+bool fits_value(const Node* node, const std::string& pattern) {
+  const std::string& name = node->result()->name();
+  if (pattern.starts_with('%')) return matches_pattern(std::string_view(pattern).substr(1), name);
+  if (!matches_pattern(pattern, name)) return false;
+  for (const Node* other : node->graph().nodes()) {
+    if (is_product(other) && fits_module_or_parameter(other, pattern)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns) {
   for (const std::string& pattern : patterns) {
-    bool hit = matches_pattern(pattern, node->result()->name()) || matches_pattern(pattern, node->meta().module_path());
-    for (const Value* value : node->inputs()) {
-      const Node* attr = source_attribute(value);
-      hit = hit || (attr && matches_pattern(pattern, attr->target()));
-    }
-    if (hit) return &pattern;
+    if (fits_module_or_parameter(node, pattern) || fits_value(node, pattern)) return &pattern;
   }
   return nullptr;
 }

@@ -45,8 +45,9 @@ const Node* source_attribute(const Value* value);
 // Returns the uses of a value by nodes that compute, seen through pass-through nodes.
 std::vector<Use> effective_uses(const Value* value);
 
-// Returns the first of the patterns (core/text.h) that fits the name of the node's result, its module's path or a
-// parameter that it takes; null if none does.
+// Returns the first of the patterns (core/text.h) that fits the node's module's path, a parameter that it takes, or, if
+// it fits no product of the graph by these, the name of the node's result; null if none does. "%NAME" fits names of
+// results alone.
 const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns);
 
 // Returns the dtype of a value from its meta or the state; nullopt if it is not known without running.

@@ -61,6 +61,14 @@ class FPFormat:
         self.rounding, self.srbits, self.saturate = facts["rounding"], facts["srbits"], facts["saturate"]
         self._facts = facts
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_facts"):  # nothing would read it: spec stands
+            raise Error(
+                f"a format stays as it is made: {name} of {self.spec} is not set to {value!r}",
+                remedy='make another: FPFormat(4, 3, "nearest"), or FPFormat.parse("e4m3fn-RN")',
+            )
+        object.__setattr__(self, name, value)
+
     @classmethod
     @checked
     def named(

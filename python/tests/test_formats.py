@@ -1,6 +1,8 @@
 """plumb.formats, plumb.analysis and plumb.utils."""
 
+import copy
 import math
+import pickle
 from collections import OrderedDict
 
 import matplotlib
@@ -49,6 +51,15 @@ def test_tuples_there_and_back():
 def test_wrong_formats_are_refused(wrong):
     with pytest.raises(plumb.Error):
         FPFormat(*wrong)
+
+
+def test_a_format_is_not_changed_after_it_was_made():
+    format = FPFormat(4, 3)
+    for name, value in (("rounding", "nearest"), ("mantissa_bits", 2), ("saturate", False)):
+        with pytest.raises(plumb.Error, match=f"{name} of E4M3-SR is not set to {value!r}\n.*FPFormat.parse"):
+            setattr(format, name, value)
+    assert format == FPFormat(4, 3)
+    assert copy.deepcopy(format) == pickle.loads(pickle.dumps(format)) == format
 
 
 def test_a_name_with_a_rounding_is_refused_where_the_rounding_would_be_another():
@@ -227,6 +238,26 @@ class Scores(nn.Module):
 
     def forward(self, x):
         return x @ self.query, self.query @ self.table
+
+
+def test_blocks_of_an_einsum_run_along_what_it_sums_over():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 40, 48))
+
+        def forward(self, x):
+            return torch.einsum("bei,eio->ebo", torch.einsum("ebi->bei", x), self.w)
+
+    torch.manual_seed(3)
+    model, f, g = Experts(), FPFormat.named("mxfp4", "nearest"), FPFormat.named("mxfp6", "nearest")
+    x = torch.randn(2, 3, 40, requires_grad=True)
+    given = torch.randn(2, 3, 48)
+    low = simulate_format(model, f, g)
+    grads = torch.autograd.grad(low(x), [x, low.w], given)
+    fx, fw, fg = f.quantise(x), f.quantise(model.w, dim=1), g.quantise(given)
+    torch.testing.assert_close(low(x), fx @ fw)
+    torch.testing.assert_close(grads, (fg @ fw.mT, fx.mT @ fg))
 
 
 def test_a_vector_that_is_multiplied_has_its_blocks_along_its_one_dimension():

@@ -289,7 +289,7 @@ FormatRecipe fit_recipe(const GraphModule& module, FormatRecipe recipe) {
     numbered[c10::str(path, "#", ++count[path])] = node->result()->name();
   }
   for (ProductFormats& p : recipe.products) {
-    if (const auto value = numbered.find(p.name); value != numbered.end()) p.name = value->second;
+    if (const auto value = numbered.find(p.name); value != numbered.end()) p.name = "%" + value->second;
   }
   const auto is_scaled = [](const Node* node) { return node->target().starts_with("plumb::"); };
   if (recipe.unit_scaled && std::ranges::none_of(products, is_scaled)) {

@@ -6,7 +6,7 @@
 //   loss-scale = 4096.0               # gradients are this many times as large while they are rounded
 //
 //   [[product]]
-//   name = "head"                     # a pattern of module paths, parameters or values
+//   name = "head"                     # a pattern of module paths or parameters; "%mm": of names of values
 //   bwd = "mxfp8e5m2-RN"              # instead
 #pragma once
 
@@ -68,9 +68,9 @@ void report_unmatched(const GraphModule& module, const std::vector<std::string>&
 // parameter's name, else PATH#NUMBER, from 1 in its module. Values have other names in another capture.
 std::vector<std::string> product_names(const GraphModule& module);
 
-// Returns the recipe with names of this graph's values in place of PATH#NUMBER. Throws Error(UnknownName) for a product
-// that the recipe names and the model does not have, and Error(InvalidState) for a recipe of unit-scaled models on
-// another.
+// Returns the recipe with names of this graph's values, "%NAME", in place of PATH#NUMBER. Throws Error(UnknownName) for
+// a product that the recipe names and the model does not have, and Error(InvalidState) for a recipe of unit-scaled
+// models on another.
 FormatRecipe fit_recipe(const GraphModule& module, FormatRecipe recipe);
 
 // Rewrites the graph in place: use_fp8() where the recipe has scale factors, else simulate_format(), then the loss

@@ -50,6 +50,39 @@ TEST(FormatRecipe, AFileIsReadAsItWasWritten) {
   EXPECT_EQ(parse_recipe(read_recipe("tensorwise").to_toml()), read_recipe("tensorwise"));
 }
 
+TEST(FormatRecipe, ANumberedProductIsItselfAlone) {
+  State state;
+  for (const char* name : {"a.weight", "b.weight"}) parameter(state, name, randn_there({16, 16}));
+  parameter(state, "rnn.weight_ih_l0", randn_there({16, 16}));
+  parameter(state, "rnn.weight_hh_l0", randn_there({16, 16}));
+  const auto graph = module_of(R"(graph { %x: f32[16, 16] = placeholder "x"
+      %s: f32[5, 2, 16] = placeholder "s" %h: f32[1, 2, 16] = placeholder "h"
+      %v = get_attr "a.weight" %w = get_attr "b.weight" %i = get_attr "rnn.weight_ih_l0" %r = get_attr "rnn.weight_hh_l0"
+      %mm: f32[16, 16] = aten::mm(%x, %x) in "":"Net"
+      %y: f32[16, 16] = aten::linear(%mm, %v) in "":"Net" "mm":"Linear"
+      %z, %zn = aten::rnn_tanh.input(%s, %h, [%i, %r], False, 1, 0.0, False, False, False) in "":"Net" "rnn":"RNN"
+      %u, %un = aten::rnn_tanh.input(%z, %h, [%i, %r], False, 1, 0.0, False, False, False) in "":"Net" "rnn":"RNN"
+      output(%y, %u) })",
+                               std::move(state));
+  const auto left_as_they_are = [&](const char* name) {
+    Report report;
+    apply_recipe(*graph->deep_copy(), {.fwd = "e4m3fn-RN", .bwd = "e5m2-RN", .products = {{name, "none", "none"}}},
+                 &report);
+    std::vector<std::string> nodes;
+    for (const ReportEntry& entry : report.entries()) {
+      if (entry.reason == kNoFormats) nodes.push_back(entry.node);
+    }
+    return nodes;
+  };
+  EXPECT_THAT(left_as_they_are("#1"), ElementsAre("mm"));
+  EXPECT_THAT(left_as_they_are("mm"), ElementsAre("y"));
+  EXPECT_THAT(left_as_they_are("rnn#2"), ElementsAre("u"));
+  const FormatRecipe coarse{.fwd = "e4m3fn-RN", .products = {{"rnn#1", "e5m2-RN", {}}}};
+  const auto made = graph->deep_copy();
+  apply_recipe(*made, coarse);
+  EXPECT_THAT(to_string(made->graph()), HasSubstr(R"(plumb::simulate_format(%s, "e5m2-RN", "none")"));
+}
+
 TEST(FormatRecipe, NamesStandForFormatsOfBothDirections) {
   EXPECT_EQ(read_recipe("fp8"), (FormatRecipe{.fwd = "e4m3fn-RN", .bwd = "e5m2-RN"}));
   EXPECT_EQ(read_recipe("unit-mxfp8-SR"),
@@ -187,9 +220,10 @@ TEST(FormatRecipe, PassesTakeAFileOrAName) {
   EXPECT_THAT(to_string(named->graph()), HasSubstr("mxfp4-RN"));
   run_pass(find_pass("use_fp8"), *lowered, {{"recipe", file}, {"kernel", "decoded"}});
   EXPECT_THAT(to_string(lowered->graph()), HasSubstr("plumb::fp8_linear"));
-  EXPECT_THAT(
-      message_of([&] { run_pass(find_pass("simulate_format"), *two_layers(), {{"recipe", file}, {"fwd", "none"}}); }),
-      HasSubstr("no other option goes with it"));
+  for (const char* pass : {"simulate_format", "use_fp8"}) {
+    EXPECT_THAT(message_of([&] { run_pass(find_pass(pass), *two_layers(), {{"recipe", file}, {"fwd", "e5m2"}}); }),
+                HasSubstr(std::string(pass) + ": a recipe says all formats, so no other option goes with it"));
+  }
 }
 
 TEST(FormatRecipe, RefusesProductsAndUnitScalesThatTheModelDoesNotHave) {

@@ -9,6 +9,7 @@
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/passes/functionalise.h"
 #include "plumb/operators/operator_facts.h"
+#include "plumb/transforms/formats/contracted_dims.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
@@ -82,9 +83,15 @@ class Simulator {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
+      const auto dims = contracted_dims(node, state_);
+      if (!dims) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                    "it sums over no dimension that two operands share");
+        continue;
+      }
       use_formats_of(node);
       if (leaves_alone(node)) continue;
-      changed |= quantise(node, contraction);
+      changed |= quantise(node, contraction, *dims);
     }
     return changed;
   }
@@ -97,7 +104,9 @@ class Simulator {
     bwd_blocks_ = bwd_ != "none" && FPFormat::parse(bwd_).has_blocks();
   }
   void use_formats_of(const Node* product) {
-    auto asked = formats_of(product, options_.fwd, options_.bwd, options_.products);
+    const auto apart = taken_apart_.find(product);
+    auto asked = apart != taken_apart_.end() ? apart->second
+                                             : formats_of(product, options_.fwd, options_.bwd, options_.products);
     if (asked == in_use_) return;  // most products have those of the one before
     use_formats(asked.first, asked.second);
     in_use_ = std::move(asked);
@@ -125,7 +134,7 @@ class Simulator {
       auto& entry = report_.add(ReportKind::Replaced, node, node->target(), "aten::linear");
       const auto linears = take_apart(module_, node);
       entry.reason = "taken apart into steps: " + std::to_string(linears.size()) + " linear layers";
-      for (const Node* linear : linears) taken_apart_.insert(linear), data_.insert(linear);
+      for (const Node* linear : linears) taken_apart_.emplace(linear, *in_use_), data_.insert(linear);
       changed = true;
     }
     return changed;
@@ -174,19 +183,21 @@ class Simulator {
     return made->result();
   }
 
-  bool quantise(Node* node, const Contraction& contraction) {
+  bool quantise(Node* node, const Contraction& contraction, const ContractedDims& dims) {
     bool changed = false;
     if (fwd_ != "none") {
-      for (const auto& [name, dim] : contraction.named_operands()) {
+      const auto operands = contraction.named_operands();
+      for (size_t k = 0; k < operands.size(); ++k) {
+        const std::string_view name = operands[k].argument;
         const Arg arg = node->arg(name);
         if (arg.is_value() && roundable(arg.value())) {
-          node->set_arg(name, rounded(arg.value(), dim, node));
+          node->set_arg(name, rounded(arg.value(), dims.operands[k], node));
           changed = true;
         } else if (arg.is_list()) {
           Arg::List list = arg.list();
           for (size_t i = 0; i < list.size(); ++i) {
             if (list[i].is_value() && roundable(list[i].value()))
-              list[i] = rounded(list[i].value(), dim, node), changed = true;
+              list[i] = rounded(list[i].value(), dims.operands[i], node), changed = true;
           }
           node->set_arg(name, std::move(list));
         }
@@ -204,7 +215,7 @@ class Simulator {
           }
         }
         if (!result->has_uses()) continue;
-        const int64_t dim = bwd_blocks_ ? int64_t{contraction.result_dim} : -1;
+        const int64_t dim = bwd_blocks_ ? dims.result : -1;
         Node* back = insert_call(graph_, result->producer()->next(), "plumb::simulate_format",
                                  {result, "none", bwd_, c10::IValue(), dim}, node, result);
         graph_.replace_all_uses_with(result, back->result(), back);
@@ -232,7 +243,9 @@ class Simulator {
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
   std::map<std::tuple<const Value*, int64_t, std::string>, Made> rounded_;
-  NodeSet taken_apart_, data_;  // data_: what an input or a parameter flows into
+  // Linear layers of recurrent operators, with the formats that were asked for the operator.
+  std::map<const Node*, std::pair<std::string, std::string>> taken_apart_;
+  NodeSet data_;  // what an input or a parameter flows into
 };
 
 const std::vector<PassOption> kOptions = {
@@ -256,11 +269,7 @@ bool run_from_table(GraphModule& module, const PassOptions& given, Report& repor
   // No format takes the largest int, which the numbers beyond are, too.
   options.srbits = static_cast<int>(std::min<int64_t>(number_option(given, "srbits", options.srbits), INT32_MAX));
   const auto recipe = given.find("recipe");
-  if (recipe != given.end() && given.size() > 1) {
-    throw Error(ErrorKind::InvalidArgument,
-                "simulate_format: a recipe says all formats, so no other option goes with it", "",
-                "recipe=FILE.toml alone");
-  }
+  if (recipe != given.end() && given.size() > 1) refuse_beside_recipe("simulate_format");
   return recipe == given.end() ? simulate_format(module, options, &report)
                                : apply_recipe(module, read_recipe(recipe->second), &report);
 }
@@ -271,6 +280,11 @@ const RegisterTransform simulate_format_pass{
     run_from_table};
 
 }  // namespace
+
+void refuse_beside_recipe(const std::string& pass) {
+  throw Error(ErrorKind::InvalidArgument, pass + ": a recipe says all formats, so no other option goes with it", "",
+              "recipe=FILE.toml alone");
+}
 
 std::vector<std::string> split_names(const std::string& text) {
   std::vector<std::string> parts = split_commas(text);

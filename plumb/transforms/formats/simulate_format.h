@@ -5,9 +5,10 @@
 //   auto fp8 = plumb::simulate_fp8(plumb::unit_scale(module));
 //
 // Tables stay as they are: products into which no floating-point input and no parameter flows (positions by
-// frequencies). A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them:
-// "E4M3", "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Blocks that share a scale ("mxfp8", "nvfp4") run
-// along the dimension that the product sums over; gradients' along the features (channels) of the output.
+// frequencies). So do einsums and tensordots that sum over no dimension that two operands share: those rearrange, sum
+// or multiply elements. A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads
+// them: "E4M3", "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Blocks that share a scale ("mxfp8",
+// "nvfp4") run along the dimension that the product sums over; gradients' along the features (channels) of the output.
 #pragma once
 
 #include <memory>
@@ -29,7 +30,8 @@ struct SimulateFormatOptions {
   int srbits = 0;  // random bits of stochastic rounding; 0: all
   // Operators to treat, "aten::linear" or "plumb::linear" (both spellings of one stand for both); empty: all.
   std::vector<std::string> operators;
-  // Patterns (*, ?) of module paths, parameter names or value names that are left alone: "lm_head", "layers.0.*".
+  // Patterns (*, ?) of module paths or parameter names that are left alone: "lm_head", "layers.0.*". A pattern that no
+  // product has there, and "%NAME", stands for names of values.
   std::vector<std::string> exclude;
   // Products in other formats than fwd and bwd.
   std::vector<ProductFormats> products;
@@ -48,6 +50,9 @@ std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphMo
 // `options` may ask for another rounding, and for other formats ("e4m3fn-RN", "e5m2-RN" are the hardware's).
 std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
                                                 const SimulateFormatOptions& options = {});
+
+// Throws Error(InvalidArgument) for a pass that is given a recipe and formats.
+[[noreturn]] void refuse_beside_recipe(const std::string& pass);
 
 // Splits a pass's option "a,b" into a list.
 std::vector<std::string> split_names(const std::string& text);

@@ -16,6 +16,7 @@
 namespace plumb {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
 using namespace testing_models;
@@ -208,6 +209,60 @@ TEST(SimulateFormat, HonoursExclusionsAndChosenOperators) {
   EXPECT_THAT(result, HasSubstr("%a = aten::linear(%x, %v)"));
   EXPECT_THAT(result, HasSubstr("%m = aten::matmul(%a, %a)"));
   EXPECT_THAT(result, HasSubstr("%b = aten::linear(%m_fwd, %w_fwd)"));
+}
+
+TEST(SimulateFormat, ANameOfAModuleStandsForNoValueOfThatName) {
+  const char* text = R"(graph { %x: f32[4, 8] = placeholder "x" %v = get_attr "a.weight" %w = get_attr "linear.weight"
+      %linear = aten::linear(%x, %v) in "":"Net" "a":"Linear"
+      %linear_1 = aten::linear(%linear, %w) in "":"Net" "linear":"Linear" output(%linear_1) })";
+  const auto excluding = [&](const char* pattern) {
+    SimulateFormatOptions options = nearest();
+    options.exclude = {pattern};
+    return after(text, weights({{"a.weight", {8, 8}}, {"linear.weight", {8, 8}}}), options);
+  };
+  const auto first = HasSubstr("%linear = aten::linear(%x_fwd, %v_fwd)"),
+             second = HasSubstr("%linear_1 = aten::linear(%linear_bwd_fwd, %w_fwd)");
+  EXPECT_THAT(excluding("linear"), AllOf(first, Not(second)));
+  EXPECT_THAT(excluding("%linear"), AllOf(Not(first), HasSubstr("aten::linear(%linear_fwd, %w_fwd)")));
+  EXPECT_THAT(excluding("linear_?"), AllOf(first, Not(second))) << "no module has that name";
+}
+
+TEST(SimulateFormat, BlocksRunAlongTheDimensionsThatAnEinsumSumsOver) {
+  SimulateFormatOptions blocks;
+  blocks.fwd = "mxfp8-RN", blocks.bwd = "mxfp4-RN";
+  struct Case {
+    const char *call, *x, *w, *y;
+  };
+  for (const auto& [call, x, w, y] : {Case{R"(aten::einsum("bij,bjk->bik", [%x, %w]))", "", ", dim=-2", ""},
+                                      Case{R"(aten::einsum("bij,bjk->bki", [%x, %w]))", "", ", dim=-2", ", dim=-2"},
+                                      Case{R"(aten::einsum("...ij,kji", [%x, %w]))", "", ", dim=-2", ""},
+                                      Case{R"(aten::einsum("b i j, k i j -> k b", [%x, %w]))", "", "", ", dim=-2"},
+                                      Case{"aten::tensordot(%x, %w, [0, 1], [0, 2])", ", dim=1", ", dim=2", ""}}) {
+    const std::string text =
+        after(std::string(R"(graph { %x: f32[4, 4, 4] = placeholder "x" %w = get_attr "w" %y: f32[4, 4] = )") + call +
+                  " output(%y) }",
+              weights({{"w", {4, 4, 4}}}), blocks);
+    const auto rounding = [](const std::string& formats, const char* dim) {
+      return HasSubstr("plumb::simulate_format(" + formats + dim + ")");
+    };
+    EXPECT_THAT(text, rounding(R"(%x, "mxfp8e4m3-RN", "none")", x)) << call;
+    EXPECT_THAT(text, rounding(R"(%w, "mxfp8e4m3-RN", "none")", w)) << call;
+    EXPECT_THAT(text, rounding(R"(%y, "none", "mxfp4-RN")", y)) << call;
+  }
+}
+
+TEST(SimulateFormat, LeavesEinsumsAloneThatMultiplyNoMatrices) {
+  for (const char* call : {R"(aten::einsum("ij->ji", [%x]))", R"(aten::einsum("ii->i", [%x]))",
+                           R"(aten::einsum("ij,ij->ij", [%x, %w]))", R"(aten::einsum("ij,kl->ijkl", [%x, %w]))",
+                           R"(aten::einsum("ij,kl->ik", [%x, %w]))", "aten::tensordot(%x, %w, [], [])"}) {
+    Report report;
+    const std::string text = after(
+        std::string(R"(graph { %x: f32[8, 8] = placeholder "x" %w = get_attr "w" %y = )") + call + " output(%y) }",
+        weights({{"w", {8, 8}}}), nearest(), &report);
+    EXPECT_THAT(text, Not(HasSubstr("simulate_format"))) << call;
+    ASSERT_TRUE(report.find(ReportKind::LeftAlone, "y")) << call;
+    EXPECT_THAT(report.find(ReportKind::LeftAlone, "y")->reason, HasSubstr("no dimension that two operands share"));
+  }
 }
 
 TEST(SimulateFormat, TakesRecurrentOperatorsApartAndRoundsTheirLinearLayers) {

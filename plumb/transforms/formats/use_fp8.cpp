@@ -347,8 +347,11 @@ bool use_fp8_from_table(GraphModule& module, const PassOptions& given, Report& r
     if (name == "exclude") options.exclude = split_names(value);
   }
   options.history = number_option(given, "history", options.history);
-  return options.recipe.ends_with(".toml") ? use_fp8(module, read_recipe(options.recipe), options, &report)
-                                           : use_fp8(module, options, &report);
+  if (!options.recipe.ends_with(".toml")) return use_fp8(module, options, &report);
+  for (const auto& [name, value] : given) {
+    if (name != "recipe" && name != "kernel") refuse_beside_recipe("use_fp8");
+  }
+  return use_fp8(module, read_recipe(options.recipe), options, &report);
 }
 
 const RegisterTransform use_fp8_pass{
