@@ -1,10 +1,13 @@
 #include "plumb/partition/wire.h"
 
+#include <cmath>
+
 #include "plumb/autograd/simulate_format.h"
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/summary.h"
+#include "plumb/numerics/codes.h"
 #include "plumb/numerics/operators.h"
 
 namespace plumb {
@@ -13,6 +16,10 @@ namespace {
 const std::string& or_none(const std::string& format) {
   static const std::string none = "none";
   return wire_format(format) ? format : none;
+}
+
+bool has_code_of_negative_zero(const FPFormat& format) {
+  return !std::isnan(decode_one(static_cast<uint8_t>(1 << (format.bits() - 1)), format));
 }
 
 }  // namespace
@@ -41,7 +48,9 @@ bool has_wire_codes(at::ScalarType dtype) {
 
 at::Tensor over_the_wire(const at::Tensor& value, const WireFormats& formats) {
   if (!value.defined() || !has_wire_codes(value.scalar_type())) return value;
-  return ops::simulate_format(value, or_none(formats.fwd), or_none(formats.bwd));
+  const at::Tensor rounded = ops::simulate_format(value, or_none(formats.fwd), or_none(formats.bwd));
+  const FPFormat* fwd = wire_format(formats.fwd);
+  return fwd && !has_code_of_negative_zero(*fwd) ? rounded + 0 : rounded;
 }
 
 Report wire_report(const PipeTable& table) {

@@ -35,7 +35,10 @@ at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x) {
 std::vector<MessageValue> arrived(std::vector<MessageValue> values) {
   at::NoGradGuard no_grad;
   for (auto& v : values) {
-    if (v.codes != nullptr) v.tensor = ops::quantise(v.tensor, v.codes->to_string());
+    if (v.codes != nullptr) {  // by way of the codes, which have no -0 in some formats
+      const std::string format = v.codes->to_string();
+      v.tensor = ops::decode(ops::encode(v.tensor, format), format, v.tensor.scalar_type());
+    }
     v.codes = nullptr;
   }
   return values;
