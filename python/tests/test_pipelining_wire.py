@@ -118,7 +118,7 @@ def test_stages_made_of_modules_round_what_they_hand_on():
 
 
 class SignOfZero(nn.Module):
-    """Tells -0 from 0: what a format of one byte without a code for -0 hands on."""
+    """Tells -0 from 0."""
 
     def forward(self, x):
         return x + torch.copysign(torch.ones_like(x), x)

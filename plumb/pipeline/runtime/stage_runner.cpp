@@ -35,7 +35,7 @@ at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x) {
 std::vector<MessageValue> arrived(std::vector<MessageValue> values) {
   at::NoGradGuard no_grad;
   for (auto& v : values) {
-    if (v.codes != nullptr) {  // by way of the codes, which have no -0 in some formats
+    if (v.codes != nullptr) {  // through its codes, which have no -0 in some formats
       const std::string format = v.codes->to_string();
       v.tensor = ops::decode(ops::encode(v.tensor, format), format, v.tensor.scalar_type());
     }
