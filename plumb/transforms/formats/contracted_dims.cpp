@@ -66,8 +66,9 @@ std::optional<ContractedDims> contracted_dims(const Node* node, const State& sta
   }
   if (contraction.kind == ContractionKind::Einsum) {
     const Arg &equation = node->arg("equation"), &tensors = node->arg("tensors");
-    if (equation.is_constant() && tensors.is_list())
-      return of_einsum(tensors.list(), equation.constant().toStringRef(), state);
+    if (!tensors.is_list()) return ContractedDims{{-1}};
+    if (!equation.is_constant()) return ContractedDims{std::vector<int64_t>(tensors.list().size(), -1)};
+    return of_einsum(tensors.list(), equation.constant().toStringRef(), state);
   }
   ContractedDims found{{}, contraction.result_dim};
   for (const auto& operand : contraction.named_operands()) found.operands.push_back(operand.dim);

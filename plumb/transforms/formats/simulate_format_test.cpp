@@ -251,6 +251,13 @@ TEST(SimulateFormat, BlocksRunAlongTheDimensionsThatAnEinsumSumsOver) {
   }
 }
 
+TEST(SimulateFormat, TakesAnEquationThatIsAnInput) {
+  EXPECT_THAT(after(R"(graph { %x: f32[8, 8] = placeholder "x" %e = placeholder "e" %w = get_attr "w"
+      %y: f32[8, 8] = aten::einsum(%e, [%x, %w, %w]) output(%y) })",
+                    weights({{"w", {8, 8}}}), nearest()),
+              HasSubstr("[%x_fwd, %w_fwd, %w_fwd]"));
+}
+
 TEST(SimulateFormat, LeavesEinsumsAloneThatMultiplyNoMatrices) {
   for (const char* call : {R"(aten::einsum("ij->ji", [%x]))", R"(aten::einsum("ii->i", [%x]))",
                            R"(aten::einsum("ij,ij->ij", [%x, %w]))", R"(aten::einsum("ij,kl->ijkl", [%x, %w]))",
