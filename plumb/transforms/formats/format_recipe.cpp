@@ -50,8 +50,11 @@ class RecipeReader {
         const auto number = node.value<double>();
         if (!number) fail(node, key, "is no number");
         recipe.loss_scale = *number;
-      } else if (name == "product" && node.is_array_of_tables()) {
-        for (const toml::node& each : *node.as_array()) recipe.products.push_back(product(*each.as_table()));
+      } else if (name == "product") {
+        const toml::array* products = node.as_array();
+        if (!products || !(products->empty() || node.is_array_of_tables()))
+          fail(node, key, "is no list of [[product]] tables");
+        for (const toml::node& each : *products) recipe.products.push_back(product(*each.as_table()));
       } else {
         unknown(key, "fwd, bwd, scales, unit-scaled, loss-scale and [[product]] tables");
       }

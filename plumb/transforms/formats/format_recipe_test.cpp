@@ -97,6 +97,8 @@ TEST(FormatRecipe, ErrorsNameFileLineAndWhatIsKnown) {
   EXPECT_THAT(says("fwd = \"e9m9\""), HasSubstr("r.toml:1: "));
   EXPECT_THAT(says("fwd = \"none\"\nbwd = 3"), HasSubstr("r.toml:2: bwd is no text"));
   EXPECT_THAT(says("fwd = "), HasSubstr("r.toml:1: is no TOML"));
+  EXPECT_THAT(says("product = [1]"), HasSubstr("r.toml:1: product is no list of [[product]] tables"));
+  EXPECT_EQ(parse_recipe("product = []", "r.toml"), FormatRecipe());
   EXPECT_THAT(says("forward = \"none\""), HasSubstr("'forward' is no key of a recipe"));
   EXPECT_THAT(says("[[product]]\nbwd = \"none\""), HasSubstr("a product has no name"));
   EXPECT_THAT(says("[[product]]\nname = \"a\"\nformat = \"none\""), HasSubstr("r.toml:3: 'format' is no key"));
