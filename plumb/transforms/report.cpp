@@ -40,6 +40,10 @@ ReportEntry& Report::add(ReportKind kind, const Node* node, std::string from, st
   return entries_.back();
 }
 
+void Report::drop(ReportKind kind, std::string_view node) {
+  std::erase_if(entries_, [&](const ReportEntry& entry) { return entry.kind == kind && entry.node == node; });
+}
+
 size_t Report::count(ReportKind kind) const { return of_kind(kind).size(); }
 
 std::vector<const ReportEntry*> Report::of_kind(ReportKind kind) const {

@@ -54,6 +54,9 @@ class Report {
   ReportEntry& add(ReportKind kind, const Node* node, std::string from = "", std::string to = "",
                    std::string reason = "");
 
+  // Takes out entries that a later stage of a pass has made untrue.
+  void drop(ReportKind kind, std::string_view node);
+
   size_t count(ReportKind kind) const;
   std::vector<const ReportEntry*> of_kind(ReportKind kind) const;
   // Returns null unless there is an entry of this kind for a node or parameter of this name.

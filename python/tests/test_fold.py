@@ -43,6 +43,29 @@ def test_folded_weights_load_into_the_plain_model(name):
     assert not any(hasattr(p, "mup_type") for p in plain.parameters())
 
 
+class NumbersInResiduals(nn.Module):
+    def __init__(self, add):
+        super().__init__()
+        self.up, self.down, self.norm, self.add = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32), add
+
+    def forward(self, x):
+        return self.add(x, self.down(F.gelu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize(
+    "add", [lambda x, f: 2 * x + f, lambda x, f: x + f * 0.5, lambda x, f: x.add(f, alpha=0.1), lambda x, f: 2 * f + x * 3]
+)
+def test_numbers_that_weight_residual_layers_are_in_tau_and_in_the_folded_model(add):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(NumbersInResiduals(add) for _ in range(12)), nn.LayerNorm(32))
+    scaled, x = unit_scale(net), torch.randn(64, 32, requires_grad=True)
+    y = scaled(x)
+    y.backward(torch.randn_like(y))
+    assert 0.5 < x.grad.std() < 2, "the gradient grew by 1.4 in each layer, or the stream shrank"
+    assert difference(fold(scaled)(x), y) < ROUNDING
+    assert difference(fold(plumb.capture(scaled, x))(x), y) < ROUNDING
+
+
 def test_a_plain_model_names_fold_when_it_is_given_unit_scaled_weights(tmp_path):
     model, args, kwargs = zoo.MODELS["GPT"]()
     scaled = trained(model, args, kwargs)

@@ -179,7 +179,7 @@ class AddScaler {
       auto here = graph_.inserting_before(add);
       if (it != residual.end()) {
         const size_t i = it->second;
-        made = graph_.call(kResidualAdd, {add->input(1 - skip_index[i]), add->input(skip_index[i]), taus[i]});
+        made = graph_.call(kResidualAdd, {operand(add, 1 - skip_index[i]), operand(add, skip_index[i]), taus[i]});
         std::string detail = found.adds[i].attention ? "attention on the branch" : "no attention on the branch";
         if (ratios[i] != 1) detail += "; numbers give it " + short_number(ratios[i]) + " times the weight of the skip";
         report_.add(ReportKind::Residual, add, add->target(), kResidualAdd, detail).tau = taus[i];
@@ -317,19 +317,36 @@ class AddScaler {
 
   // Returns how many times the weight of the skip each branch has. The other adds get their products back.
   std::vector<double> settle_weights(const ResidualAnalysis& found) {
+    NodeSet residual;
     std::vector<double> ratios;
     for (const ResidualAdd& r : found.adds) {
-      const Weights weights = std::move(weights_.extract(r.add).mapped());
+      const auto& numbers = weights_.at(r.add).numbers;
       const size_t skip = r.add->input(0) == r.skip ? 0 : 1;
-      ratios.push_back(weights.numbers[1 - skip] / weights.numbers[skip]);
-      for (Node* product : weights.products)
-        if (product) graph_.erase(product);
+      ratios.push_back(numbers[1 - skip] / numbers[skip]);
+      residual.insert(r.add);
     }
     for (const auto& [add, weights] : weights_) {
-      for (size_t i = 0; i < 2; ++i)
+      for (size_t i = 0; i < 2 && !residual.contains(add); ++i)
         if (weights.products[i]) add->set_input(i, weights.products[i]->result());
     }
     return ratios;
+  }
+
+  // Returns an operand of a residual add at unit scale. Its number stays, for a plain model has it, and a factor behind
+  // takes it back.
+  Value* operand(Node* add, size_t i) {
+    const Weights& weights = weights_.at(add);
+    Value* value = add->input(i);
+    if (weights.numbers[i] == 1) return value;
+    if (Node* product = weights.products[i]) {
+      product->set_input(0, value);
+      value = product->result();
+      report_.drop(ReportKind::LeftAlone, value->name());
+    }
+    if (i == 1 && !has_plain_alpha(add))
+      value = insert_call(graph_, add, "aten::mul.Tensor", {value, *alpha_of(add)}, add, value)->result();
+    const double factor = 1 / weights.numbers[i];
+    return insert_call(graph_, add, "plumb::rescale", {value, factor, factor}, add, value)->result();
   }
 
   std::vector<double> choose_taus(const ResidualAnalysis& found, const std::vector<double>& ratios) const {

@@ -74,16 +74,16 @@ TEST(ScaleAdds, TakeNumbersThatWeightTheOperandsIntoTau) {
                     half = "%b: f32[4, 8] = aten::mul.Scalar(%f, 0.5)",
                     quarter = "%s: f32[4, 8] = aten::div.Tensor(%x, 4)";
   const struct {
-    std::string products, operands, last;
+    std::string products, operands, rescaled, tau;
   } cases[] = {
-      {twice, "%s, %f", "%x_skip, 0.25)"},  // DeepNorm
-      {half, "%x, %b", "%x_skip, 0.25)"},
-      {half, "%b, %x", "%x_skip, 0.25)"},
-      {quarter + "\n" + half, "%s, %b", "%x_skip)"},
-      {"", "%x, %f, alpha=0.5", "%x_skip, 0.25)"},
-      {half, "%x, %b, alpha=3", "%x_skip, 0.75)"},
+      {twice, "%s, %f", "rescale(%s, 0.5, 0.5)", ", 0.25)"},  // DeepNorm
+      {half, "%x, %b", "rescale(%b, 2.0, 2.0)", "%x_skip, 0.25)"},
+      {half, "%b, %x", "rescale(%b, 2.0, 2.0)", "%x_skip, 0.25)"},
+      {quarter + "\n" + half, "%s, %b", "rescale(%s, 4.0, 4.0)", "%rescale_1)"},
+      {"", "%x, %f, alpha=0.5", "mul.Tensor(%f, 0.5)", "%x_skip, 0.25)"},
+      {half, "%x, %b, alpha=8", "rescale(%mul, 0.25, 0.25)", "%x_skip, 2.0)"},
   };
-  for (const auto& [products, operands, last] : cases) {
+  for (const auto& [products, operands, rescaled, tau] : cases) {
     const std::string text = after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %f: f32[4, 8] = aten::gelu(%x)
@@ -92,7 +92,7 @@ TEST(ScaleAdds, TakeNumbersThatWeightTheOperandsIntoTau) {
                                            R"()
       output(%y)
     })");
-    EXPECT_THAT(text, testing::AllOf(HasSubstr("plumb::gelu(%x_branch)"), HasSubstr(last), Not(HasSubstr("aten::"))))
+    EXPECT_THAT(text, testing::AllOf(HasSubstr("plumb::gelu(%x_branch)"), HasSubstr(rescaled), HasSubstr(tau)))
         << products << operands;
   }
   // No residual layer, a number that turns the sign, a product that something else reads: numbers stay where they are.
