@@ -1,6 +1,8 @@
 """Tools and benchmarks, as far as wrong use goes."""
 
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -51,3 +53,11 @@ print(CHECKS["transformed"](make))
 def test_the_libraries_table_compares_models_that_register_a_buffer_in_their_first_forward():
     ended = run("-c", REGISTERS)
     assert ended.stdout.split("\n")[-2:] == ["bit for bit", ""], ended.stderr
+
+
+def test_a_build_with_several_sanitizers_is_configured(tmp_path):
+    cmake = shutil.which("cmake", path=os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
+    options = ["-G", "Ninja", f"-DPLUMB_PYTHON={sys.executable}", "-DPLUMB_PYTHON_PACKAGE=OFF", "-DPLUMB_FUZZ=ON"]
+    options.append("-DPLUMB_SANITIZE=address,undefined")
+    ended = subprocess.run([cmake, "-S", ROOT, "-B", tmp_path, *options], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
