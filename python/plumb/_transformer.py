@@ -41,7 +41,7 @@ class MHSA(nn.Module):
         self, hidden_size: int, heads: int, is_causal: bool, dropout_p: float = 0.0, mult: float = 1.0
     ) -> None:
         super().__init__()
-        if hidden_size % heads:
+        if heads < 1 or hidden_size % heads:
             raise ValueError(f"MHSA: hidden_size {hidden_size} is not a multiple of {heads} heads.")
         self.heads = heads
         self.is_causal = is_causal

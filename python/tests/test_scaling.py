@@ -118,6 +118,8 @@ def test_dropout_of_nothing_hands_its_input_on_watched_or_not():
         lambda: U.mse_loss(torch.ones(3), torch.ones(2)),
         lambda: plumb.Parameter(torch.ones(3), "wait"),
         lambda: plumb.MHSA(10, 3, False),
+        lambda: plumb.MHSA(10, 0, False),
+        lambda: plumb.TransformerLayer(8, -2, 0.5, 0.5, False),
         lambda: plumb.TransformerStack(-1, hidden_size=8, heads=2, is_causal=True),
         lambda: plumb.DepthSequential(nn.Linear(2, 2)),
         lambda: plumb.optim.lr_scale_func_sgd("gmean"),
