@@ -201,6 +201,7 @@ class Parser : private Tokens {
       }
       if (!symbol.empty() && m.symbols.empty()) m.symbols.resize(m.sizes.size());
       m.sizes.push_back(integer());
+      if (m.sizes.back() < 0) fail("a negative size");
       if (!symbol.empty() || !m.symbols.empty()) m.symbols.push_back(std::move(symbol));
       if (m.sizes.size() > 64) fail("a tensor of more than 64 dimensions");
     });

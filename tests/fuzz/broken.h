@@ -39,7 +39,9 @@ inline std::string broken_text(const std::string& seed, Random& random) {
     const size_t end = std::min(text.find_first_of(ends, to + 1), text.size());
     text.replace(to, chance(random, 2) ? end - to : 0, piece);
   }
-  if (!chance(random, 4)) mutate_bytes(text, random);
+  const bool numbers = chance(random, 2);
+  for (bool more = numbers; more; more = chance(random, 2)) mutate_number(text, random);
+  if (!numbers || chance(random, 4)) mutate_bytes(text, random);
   return text;
 }
 

@@ -1,6 +1,8 @@
 // Breaks files on purpose, the same way for the same seed: for the fuzzers, and for a short run among the tests.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
@@ -38,6 +40,19 @@ inline void mutate_bytes(std::string& bytes, Random& random) {
       default: std::swap(bytes[at], bytes[below(random, bytes.size())]);
     }
   }
+}
+
+// Replaces a number of a text by one that no program has, or empties a list: sizes, dimensions and counts.
+inline void mutate_number(std::string& text, Random& random) {
+  static const char* const numbers[] = {"0", "1", "-1", "2", "3", "100", "1000000000000", "9223372036854775807", "nan"};
+  const bool is_list = chance(random, 4);
+  const size_t from = text.find_first_of(is_list ? "[" : "0123456789", below(random, text.size()));
+  if (from == text.npos) return;
+  const size_t to = std::min(is_list ? text.find(']', from) : text.find_first_not_of("0123456789", from), text.size());
+  if (is_list)
+    text.erase(from + 1, to - from - 1);
+  else
+    text.replace(from, to - from, numbers[below(random, std::size(numbers))]);
 }
 
 // Replaces, removes, repeats and swaps elements of a document, so that it stays JSON and stops being a program.

@@ -424,6 +424,7 @@ const std::vector<PatternRule>& pattern_rules() {
 bool same_bits_with_bias(const TensorMeta& x, const TensorMeta& w) {
   if (!x.device.is_cpu() || !x.symbols.empty() || x.dtype != w.dtype || !x.is_floating_point()) return false;
   if (x.sizes.empty() || x.strides.size() != x.sizes.size() || w.sizes.size() != 2) return false;
+  if (x.sizes.back() != w.sizes[1]) return false;
   // A step of 2^34 multiplications takes seconds: too long to try.
   if (x.numel() == 0 || static_cast<double>(x.numel()) * static_cast<double>(w.sizes[0]) > 1.7e10) return false;
   static std::mutex mutex;

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <limits>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "plumb/graph/schema_fit.h"
 #include "plumb/operators/operator_facts.h"
@@ -132,6 +134,13 @@ FactorRelation of_torch(const Node* node) {
 
 // --- factors of unit-scaled operators ---
 
+// Sizes of a file's values may be any numbers: at most what TensorMeta counts.
+int64_t element_count(std::vector<int64_t> sizes) {
+  TensorMeta type;
+  type.sizes = std::move(sizes);
+  return type.numel();
+}
+
 // Null where a dimension that counts is a symbol, or nothing is known.
 class Sizes {
  public:
@@ -167,7 +176,7 @@ class Sizes {
     }
     return known_;
   }
-  int64_t numel() const { return c10::multiply_integers(sizes_); }
+  int64_t numel() const { return element_count(sizes_); }
   const std::vector<int64_t>& all() const { return sizes_; }
 
  private:
@@ -217,19 +226,19 @@ bool matmul(FactorRelation& relation, const Node* node, const State& state) {
   const bool by_output = constraint.is_none() || (constraint.is_constant() && constraint.constant().isString() &&
                                                   constraint.constant().toStringRef() == "to_output_scale");
   if (!by_output && (!left.is_static() || !right.is_static())) return false;
+  const int64_t left_matrix = std::max<int64_t>(element_count({rows, inner}), 1);
+  const int64_t right_matrix = std::max<int64_t>(element_count({inner, columns}), 1);
   int64_t batch = 1;
-  for (const Sizes* operand : {&left, &right}) {
-    const int64_t matrix = std::max<int64_t>(operand == &left ? rows * inner : inner * columns, 1);
-    batch = std::max(batch, operand->known() ? operand->numel() / matrix : 1);
-  }
+  if (left.known()) batch = std::max(batch, left.numel() / left_matrix);
+  if (right.known()) batch = std::max(batch, right.numel() / right_matrix);
   auto repeats = [&](const Sizes& operand, int64_t matrix) {
-    return batch / std::max<int64_t>(operand.numel() / std::max<int64_t>(matrix, 1), 1);
+    return batch / std::max<int64_t>(operand.numel() / matrix, 1);
   };
   if (!source_attribute(node->arg("left").value()) && !source_attribute(node->arg("right").value()))
     relation.holds_for = sizes_text("an inner size", inner);
   return choose(relation, node, 3,
                 rules::matmul(std::max<int64_t>(rows, 1), inner, std::max<int64_t>(columns, 1),
-                              repeats(left, rows * inner), repeats(right, inner * columns)));
+                              repeats(left, left_matrix), repeats(right, right_matrix)));
 }
 
 bool add(FactorRelation& relation, const Node* node, const State& state) {
@@ -291,7 +300,7 @@ bool window(FactorRelation& relation, const Node* node, const State& state) {
         stack.emplace_back(at::ones(sizes, at::kDouble));
       } else if (argument == "weight") {
         const Sizes weight(*arg, state);
-        if (!weight.is_static()) return {};
+        if (!weight.is_static() || static_cast<double>(weight.numel()) > kLargestWindowed) return {};
         stack.emplace_back(at::ones(weight.all(), at::kDouble));
       } else if (argument == "bias") {
         stack.emplace_back();

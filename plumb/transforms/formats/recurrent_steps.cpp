@@ -20,6 +20,9 @@ std::vector<int64_t> known_sizes(const Arg& arg, const State& state) {
   return value->producer()->kind() == NodeKind::GetAttr ? sizes_of(value, state) : std::vector<int64_t>{};
 }
 
+// Steps times weights. A file can name any number of steps, and each of them becomes nodes.
+constexpr int64_t kMostSteps = 1000000;
+
 struct Parameters {
   Arg w_ih, w_hh, b_ih, b_hh, w_hr;
 };
@@ -178,27 +181,16 @@ class Steps {
 
 std::optional<std::string> steps_obstacle(const Node* node, const State& state) {
   if (node->target().ends_with(".data")) return "a packed sequence: its steps differ in size";
-  auto all_values = [](const Arg& arg) {
-    if (!arg.is_list()) return arg.is_value();
-    for (const Arg& one : arg.list()) {
-      if (!one.is_value()) return false;
-    }
-    return !arg.list().empty();
-  };
-  if (!all_values(node->arg("hx"))) return "its states are no tensors of the graph";
-  if (is_recurrent_cell(node)) {
-    if (!node->arg("w_ih").is_value() || known_sizes(node->arg("w_hh"), state).size() != 2)
-      return "the sizes of its weights are not known";
-    return std::nullopt;
-  }
-  if (!all_values(node->arg("params"))) return "an operand is a constant";
-  const auto& params = node->arg("params").list();
-  if (params.size() < 2 || known_sizes(params[1], state).size() != 2) return "the sizes of its weights are not known";
-  for (const char* name : {"num_layers", "dropout", "has_biases", "bidirectional", "batch_first", "train"}) {
-    if (!node->arg(name).is_constant()) return std::string("its argument ") + name + " is computed";
-  }
+  if (auto why = operand_obstacle(node)) return why;
+  const bool cell = is_recurrent_cell(node);
+  const Arg& weight = cell ? node->arg("w_hh") : node->arg("params").list()[1];
+  if (known_sizes(weight, state).size() != 2) return "the sizes of its weights are not known";
+  if (cell) return std::nullopt;
   const auto sizes = known_sizes(node->arg("input"), state);
   if (sizes.size() != 3) return "its number of steps is not known";
+  const auto weights = static_cast<int64_t>(node->arg("params").list().size());
+  if (sizes[is_set(node, "batch_first") ? 1 : 0] > kMostSteps / weights)
+    return "its steps are more than a graph should hold";
   return std::nullopt;
 }
 

@@ -24,10 +24,12 @@ bool takes_one(const Node* node) {
   if (!whole.count(name) && !parts.count(name)) return false;
   const auto& before = node->input(0)->meta();
   const Arg* given = node->try_arg("dim");
-  const auto dim = given ? number_of(*given) : std::nullopt;
-  if (!before || !dim || (*dim != -1 && *dim + 1 != double(before->sizes.size()))) return false;
+  if (!before || before->sizes.empty() || !given) return false;
+  const auto dim = number_of(*given);
+  if (dim != -1.0 && dim != double(before->sizes.size() - 1)) return false;
   const auto& after = node->num_results() ? node->result(0)->meta() : before;
-  return whole.count(name) || (after && before->sizes.back() != 1 && after->sizes.back() == 1);
+  if (whole.count(name)) return true;
+  return before->sizes.back() != 1 && after && !after->sizes.empty() && after->sizes.back() == 1;
 }
 
 constexpr int kNear = 6;  // steps of masks, biases and views between a softmax and a choice

@@ -12,7 +12,7 @@ namespace {
 
 bool is_packed(const Node* node) { return node->target().ends_with(".data"); }
 
-size_t parameters_per_cell(const Node* node) { return is_set(node, "has_biases") ? 4 : 2; }
+size_t parameters_per_cell(const Node* node) { return is_recurrent_cell(node) || !is_set(node, "has_biases") ? 2 : 4; }
 
 class Scaler {
  public:
@@ -156,7 +156,10 @@ rules::RecurrentKind recurrent_kind(const Node* node) {
   }
 }
 
-bool is_set(const Node* node, std::string_view argument) { return node->arg(argument).constant().toBool(); }
+bool is_set(const Node* node, std::string_view argument) {
+  const Arg& arg = node->arg(argument);
+  return arg.is_constant() && arg.constant().isBool() && arg.constant().toBool();
+}
 
 bool is_recurrent(const Node* node) { return node->facts().recurrent != RecurrentLayer::None; }
 
@@ -166,30 +169,58 @@ RecurrentRole recurrent_role(const Node* node, const Value* value) {
     if (is(node->arg("w_ih")) || is(node->arg("w_hh"))) return RecurrentRole::Weight;
     return is(node->arg("b_ih")) || is(node->arg("b_hh")) ? RecurrentRole::Bias : RecurrentRole::Other;
   }
-  const auto& list = node->arg("params").list();
-  for (size_t i = 0; i < list.size(); ++i) {
-    if (is(list[i])) return i % parameters_per_cell(node) < 2 ? RecurrentRole::Weight : RecurrentRole::Bias;
+  const Arg& params = node->arg("params");
+  for (size_t i = 0; params.is_list() && i < params.list().size(); ++i) {
+    if (is(params.list()[i])) return i % parameters_per_cell(node) < 2 ? RecurrentRole::Weight : RecurrentRole::Bias;
   }
   return RecurrentRole::Other;
 }
 
+std::optional<std::string> operand_obstacle(const Node* node) {
+  const auto are_values = [](const Arg& arg) {
+    return arg.is_list() && std::ranges::all_of(arg.list(), [](const Arg& one) { return one.is_value(); });
+  };
+  const Arg& hx = node->arg("hx");
+  const bool has_memory = recurrent_kind(node) == rules::RecurrentKind::Lstm;
+  if (has_memory ? !are_values(hx) || hx.list().size() != 2 : !hx.is_value())
+    return "its states are no tensors of the graph";
+  const bool cell = is_recurrent_cell(node);
+  for (const char* name : {"input", "data", "batch_sizes", "w_ih", "w_hh"}) {
+    const Arg* arg = node->try_arg(name);
+    if (arg && !arg->is_value()) return "an operand is a constant";
+  }
+  if (cell) return std::nullopt;
+  if (!are_values(node->arg("params"))) return "an operand is a constant";
+  for (const char* name : {"num_layers", "dropout", "has_biases", "bidirectional", "batch_first", "train"}) {
+    const Arg* arg = node->try_arg(name);
+    if (arg && !arg->is_constant()) return std::string("its argument ") + name + " is computed";
+  }
+  const size_t given = node->arg("params").list().size(), each = parameters_per_cell(node);
+  const int64_t layers = node->arg("num_layers").constant().toInt();
+  const bool possible = layers > 0 && static_cast<size_t>(layers) <= given;
+  const size_t cells = possible ? static_cast<size_t>(layers) * (is_set(node, "bidirectional") ? 2 : 1) : 0;
+  if (given == 0 || (given != cells * each && given != cells * (each + 1)))
+    return "its weights are not those of its layers";
+  return std::nullopt;
+}
+
 std::optional<std::string> recurrent_obstacle(const Node* node, const State& state) {
+  if (auto why = operand_obstacle(node)) return why;
   const bool cell = is_recurrent_cell(node);
   const Arg::List weights =
       cell ? Arg::List{node->arg("w_ih"), node->arg("w_hh")} : Arg::List(node->arg("params").list());
-  for (const Arg& arg : weights) {
-    if (!arg.is_value()) return "an operand is a constant";
-    const Node* maker = arg.value()->producer();
+  const size_t each = parameters_per_cell(node), directions = !cell && is_set(node, "bidirectional") ? 2 : 1;
+  const int64_t layers = cell ? 1 : node->arg("num_layers").constant().toInt();
+  if (weights.size() != each * directions * static_cast<size_t>(layers))
+    return "its states are projected, which no rule covers";
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Node* maker = weights[i].value()->producer();
     if (maker->is_op("plumb::scale_fwd") || maker->is_op("plumb::scale_bwd")) return "its weights have factors already";
-    if (sizes_of(arg.value(), state).empty()) return "the sizes of its weights are not known";
+    const size_t dims = sizes_of(weights[i].value(), state).size();
+    if (dims == 0 || (i % each < 2 && dims != 2)) return "the sizes of its weights are not known";
   }
-  if (!cell) {
-    const size_t each = parameters_per_cell(node), directions = is_set(node, "bidirectional") ? 2 : 1;
-    const auto layers = static_cast<size_t>(node->arg("num_layers").constant().toInt());
-    if (weights.size() != each * directions * layers) return "its states are projected, which no rule covers";
-    if (is_packed(node) && sizes_of(node->arg("batch_sizes").value(), state).empty())
-      return "its number of steps is not known";
-  }
+  if (is_packed(node) && sizes_of(node->arg("batch_sizes").value(), state).empty())
+    return "its number of steps is not known";
   if (sizes_of(node->arg(is_packed(node) ? "data" : "input").value(), state).empty())
     return "its number of steps is not known";
   return std::nullopt;

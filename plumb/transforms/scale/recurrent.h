@@ -24,12 +24,17 @@ bool is_recurrent(const Node* node);
 // Returns whether a node is a single step: "aten::lstm_cell" and so on.
 bool is_recurrent_cell(const Node* node);
 rules::RecurrentKind recurrent_kind(const Node* node);
-// Returns whether a boolean argument is true.
+// Returns whether a boolean argument is the constant true.
 bool is_set(const Node* node, std::string_view argument);
 
 // The role of an argument of a recurrent operator.
 enum class RecurrentRole { Weight, Bias, Other };
 RecurrentRole recurrent_role(const Node* node, const Value* value);
+
+// Returns why nothing can be done with a recurrent node: states or weights that are no values of the graph, flags that
+// are computed, other weights than its layers have. nullopt for what torch would run. Graphs of files can hold
+// anything.
+std::optional<std::string> operand_obstacle(const Node* node);
 
 // Returns why its weights cannot be scaled; nullopt if they can. Sizes come from the values, or for parameters from the
 // state.

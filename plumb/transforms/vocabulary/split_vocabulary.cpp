@@ -41,6 +41,7 @@ std::string find_head(Node* loss, Head& head) {
   if (logits == nullptr || !loss->arg("target").is_value()) return "it is the loss of a number";
   if (!loss->arg("weight").is_none()) return "the loss has weights";
   if (number_of(loss->arg("label_smoothing")) != 0.0) return "the loss smooths its labels";
+  if (!loss->arg("reduction").is_constant()) return "its reduction is computed";
   Node* node = logits->producer();
   while (node->is_op("aten::view") || node->is_op("aten::reshape") || node->is_op("aten::_unsafe_view") ||
          node->is_op("aten::flatten")) {
@@ -74,6 +75,7 @@ std::string find_head(Node* loss, Head& head) {
     if (!alone(view)) return "something else reads the logits";
   }
   if (!alone(node)) return "something else reads the logits";
+  if (node->result()->meta() && node->result()->meta()->sizes.empty()) return "its product has no rows";
   const auto& logit_meta = logits->meta();
   const auto& target_meta = loss->arg("target").value()->meta();
   if (!logit_meta || logit_meta->sizes.size() != 2 || !logit_meta->symbols.empty())
