@@ -212,6 +212,7 @@ class Parser : private Tokens {
         m.strides.push_back(integer());
         if (m.strides.size() > 64) fail("a tensor of more than 64 dimensions");
       });
+      if (m.strides.size() != m.sizes.size() && !m.strides.empty()) fail("as many strides as sizes are needed");
     }
     if (accept('@')) {
       size_t start = at_;

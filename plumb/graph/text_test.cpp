@@ -72,6 +72,7 @@ TEST(Text, RefusesWrongTextWithLineAndColumn) {
   EXPECT_THAT(parse_error("graph { %x = placeholder \"x"), HasSubstr("a string is not closed"));
   EXPECT_THAT(parse_error("graph { %x: f99[2] = placeholder \"x\" }"), HasSubstr("unknown type 'f99'"));
   EXPECT_THAT(parse_error("graph { %x: f32[3, -1] = placeholder \"x\" }"), HasSubstr("a negative size"));
+  EXPECT_THAT(parse_error("graph { %x: f32[3]{4, 1} = placeholder \"x\" }"), HasSubstr("as many strides as sizes"));
   EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %x = placeholder \"y\" }"), HasSubstr("%x is used twice"));
   EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a, %b = aten::relu(%x) }"),
               HasSubstr("another arrangement"));

@@ -42,8 +42,7 @@ bool is_dense(const TensorMeta& meta) {
   std::ranges::sort(dims);
   int64_t filled = 1;
   for (const auto& [stride, size] : dims) {
-    if (stride != filled) return false;
-    filled *= size;
+    if (stride != filled || __builtin_mul_overflow(filled, size, &filled)) return false;
   }
   return true;
 }

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "plumb/analysis/graph_picture.h"
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
 #include "plumb/checkpoint/pretrained.h"
@@ -15,6 +16,8 @@
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/tree_spec.h"
+#include "plumb/partition/balance.h"
+#include "plumb/partition/cost.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
@@ -70,14 +73,30 @@ State small_state(const Graph& graph) {
   return state;
 }
 
+GraphModule module_of(const Graph& graph) {
+  const size_t inputs = graph.placeholders().size();
+  const size_t outputs = graph.output_node() ? graph.output_node()->args().size() : 0;
+  return GraphModule(graph.clone(), small_state(graph), TreeSpec::positional_inputs(inputs),
+                     TreeSpec::tuple(std::vector<TreeSpec>(outputs, TreeSpec::leaf())));
+}
+
+// Costs, pictures and a cut end in an Error or in a pipe that is the graph again.
+void cut_graph(const std::string& text, const std::string&) {
+  const GraphModule module = module_of(parse_graph(text));
+  graph_svg(module.graph());
+  graph_dot(module.graph());
+  const GraphCost cost = estimate_cost(module);
+  BalanceOptions options;
+  options.stages = 2;
+  const auto pipe = pipeline(module, balance(module, cost, options).options);
+  pipe->merge()->lint();
+}
+
 // Every pass ends in an Error or in a graph without faults.
 void run_passes_on(const std::string& text, const std::string&) {
   const Graph graph = parse_graph(text);
-  const size_t inputs = graph.placeholders().size();
-  const size_t outputs = graph.output_node() ? graph.output_node()->args().size() : 0;
   for (const Pass* pass : all_passes()) {
-    GraphModule module(graph.clone(), small_state(graph), TreeSpec::positional_inputs(inputs),
-                       TreeSpec::tuple(std::vector<TreeSpec>(outputs, TreeSpec::leaf())));
+    GraphModule module = module_of(graph);
     try {
       run_pass(*pass, module, {}, nullptr, true);
     } catch (const Error& e) {
@@ -334,6 +353,7 @@ std::vector<Reader> all_readers() {
       {"pt2", {}, read_pt2, broken_archive, ".pt2"},
       {"graph_text", {to_string(pipe->merge()->graph())}, read_graph, broken_text},
       {"graph_passes", {to_string(pipe->merge()->graph())}, run_passes_on, broken_text},
+      {"graph_cuts", {to_string(pipe->merge()->graph())}, cut_graph, broken_text},
       {"stage_bytes", {serialize_stage(*pipe, 0), serialize_stage(*pipe, 1)}, read_stage, broken_stage},
       {"tree", {pipe->in_spec().to_json(), pipe->out_spec().to_json()}, read_tree, broken_json},
       {"sizes", {}, read_sizes, broken_text},
@@ -376,7 +396,7 @@ std::vector<Reader> all_readers() {
   };
 }
 
-// Seeds of the folders: NAME/* for the reader of that name, and every .pt2 file.
+// Seeds of the folders: NAME/* for the reader of that name, the passes' graphs for cuts too, and every .pt2 file.
 void add_files(std::vector<Reader>& readers, const std::vector<std::string>& folders) {
   std::vector<std::string> files;
   for (const std::string& folder : folders) {
@@ -388,8 +408,9 @@ void add_files(std::vector<Reader>& readers, const std::vector<std::string>& fol
   for (Reader& reader : readers) {
     for (const std::string& file : files) {
       const std::filesystem::path path(file);
-      if (path.parent_path().filename() != reader.name && !(reader.name == "pt2" && path.extension() == ".pt2"))
-        continue;
+      const bool cuts = reader.name == "graph_cuts" && path.parent_path().filename() == "graph_passes";
+      const bool is_program = reader.name == "pt2" && path.extension() == ".pt2";
+      if (path.parent_path().filename() != reader.name && !cuts && !is_program) continue;
       reader.seeds.push_back(slurp(file));
     }
   }
