@@ -298,12 +298,19 @@ TEST_F(TrainingData, AStepWithoutATargetThatCountsIsAnError) {
   EXPECT_THAT(message_of([&] { run(options, lm()); }), HasSubstr("step 1: no target of the batch counts"));
 }
 
-TEST_F(TrainingData, RefusesABatchForAFileOfNoRows) {
-  Graph graph;
-  graph.output({graph.placeholder("x", TensorMeta{at::kFloat, {0, 4}, {4, 1}})->result()});
-  const GraphModule none(std::move(graph), {}, TreeSpec::positional_inputs(1), TreeSpec::leaf());
-  options.batch = 8;
-  EXPECT_THAT(message_of([&] { rows_of_step(options, none); }), HasSubstr("exported for microbatches of 0 rows"));
+TEST_F(TrainingData, RefusesAFileOfNoRowsOrOfMoreThanCanBeCounted) {
+  const auto rows_with = [&](int64_t rows) {
+    Graph graph;
+    graph.output({graph.placeholder("x", TensorMeta{at::kFloat, {rows, 4}, {4, 1}})->result()});
+    const GraphModule module(std::move(graph), {}, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+    return message_of([&] { rows_of_step(options, module); });
+  };
+  for (const int64_t batch : {0, 8}) {
+    options.batch = batch;
+    EXPECT_THAT(rows_with(0), AllOf(HasSubstr("exported for microbatches of 0 rows"), HasSubstr("a row or more")));
+  }
+  options.microbatches = 4;
+  EXPECT_THAT(rows_with(INT64_MAX / 2), HasSubstr("more rows than can be counted"));
 }
 
 TEST_F(TrainingData, EvaluationIsTorchsEvalModeAndLeavesBuffersAlone) {

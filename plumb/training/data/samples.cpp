@@ -246,11 +246,19 @@ int64_t parts_of_step(const TrainOptions& o) { return o.microbatches * o.replica
 int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
   const TensorMeta& meta = first_input(module);
   const int64_t parts = parts_of_step(o);
-  const int64_t whole = meta.sizes[0] * parts;
+  if (!is_dynamic(meta, 0) && meta.sizes[0] == 0) {
+    throw UsageError("the file was exported for microbatches of 0 rows, which is no batch",
+                     "export it with a row or more, or with a dynamic batch");
+  }
+  int64_t whole = 0;
+  if (__builtin_mul_overflow(meta.sizes[0], parts, &whole)) {
+    throw UsageError(c10::str(parts, " microbatches of ", meta.sizes[0], " rows are more rows than can be counted"),
+                     "export the file with fewer rows");
+  }
   if (o.batch == 0) return whole;
   if (!is_dynamic(meta, 0) && o.batch != whole) {
     const int64_t of_each = whole / o.microbatches;  // rows that one microbatch of every replica and accumulation takes
-    const bool fits = of_each > 0 && o.batch % of_each == 0;
+    const bool fits = o.batch % of_each == 0;
     throw UsageError(
         c10::str("--batch ", o.batch, ": the file was exported for microbatches of ", meta.sizes[0], " rows"),
         (fits ? c10::str("--microbatches ", o.batch / of_each, ", or ") : "") +
