@@ -33,7 +33,9 @@ bool take_linear_scales(const Node* node, ScaledProduct& product) {
     const auto* weight = sizes_of(product.right);
     const auto power = doubles(node->arg("scale_power"));
     if (!input || !weight || !power || power->size() != 3 || weight->size() != 2 || input->empty()) return false;
-    scales = chosen_scales(node, 2, rules::linear((*weight)[1], (*weight)[0], leading(*input), *power));
+    TensorMeta rows;  // whose product of sizes is a number whatever a file claims
+    rows.sizes.assign(input->begin(), input->end() - 1);
+    scales = chosen_scales(node, 2, rules::linear((*weight)[1], (*weight)[0], rows.numel(), *power));
   }
   if (!scales || (scales->size() != 3 && scales->size() != 5)) return false;
   const auto& s = *scales;
