@@ -39,11 +39,13 @@ nlohmann::ordered_json json_of(const std::string& cell) {
 
 // Returns a table's rows as JSON objects.
 nlohmann::ordered_json json_of(const Table& table) {
+  std::vector<bool> numeric;
+  for (size_t c = 0; c < table.header.size(); ++c) numeric.push_back(table.is_numeric(c));
   auto rows = nlohmann::ordered_json::array();
   for (const auto& row : table.rows) {
     nlohmann::ordered_json object;
     for (size_t c = 0; c < row.size(); ++c) {
-      object[table.header[c]] = table.is_numeric(c) ? json_of(row[c]) : nlohmann::ordered_json(row[c]);
+      object[table.header[c]] = numeric[c] ? json_of(row[c]) : nlohmann::ordered_json(row[c]);
     }
     rows.push_back(std::move(object));
   }

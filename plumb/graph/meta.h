@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <memory>
@@ -16,6 +17,9 @@ class Tensor;
 
 namespace plumb {
 
+// Returns the product of the sizes, at most 2^43: sizes from files may be absurd, and sums of bytes must be numbers.
+int64_t element_count(at::IntArrayRef sizes);
+
 // Shape and type of a tensor value as it was seen at capture or stated in a file.
 struct TensorMeta {
   at::ScalarType dtype = at::kFloat;
@@ -27,7 +31,7 @@ struct TensorMeta {
   std::vector<std::string> symbols;
 
   static TensorMeta of(const at::Tensor& tensor);
-  int64_t numel() const;
+  int64_t numel() const { return element_count(sizes); }
   bool is_floating_point() const { return at::isFloatingType(dtype); }
   bool is_contiguous() const;
   bool operator==(const TensorMeta&) const = default;

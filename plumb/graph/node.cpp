@@ -287,8 +287,8 @@ TensorMeta TensorMeta::of(const at::Tensor& tensor) {
   return meta;
 }
 
-int64_t TensorMeta::numel() const {
-  constexpr int64_t kMost = INT64_MAX >> 20;  // sizes from files may be absurd; sums of bytes must be numbers, too
+int64_t element_count(at::IntArrayRef sizes) {
+  constexpr int64_t kMost = INT64_MAX >> 20;
   int64_t count = 1;
   for (const int64_t size : sizes) {
     if (size == 0) return 0;

@@ -40,8 +40,8 @@ ReportEntry& Report::add(ReportKind kind, const Node* node, std::string from, st
   return entries_.back();
 }
 
-void Report::drop(ReportKind kind, std::string_view node) {
-  std::erase_if(entries_, [&](const ReportEntry& entry) { return entry.kind == kind && entry.node == node; });
+void Report::drop(ReportKind kind, const std::unordered_set<std::string>& nodes) {
+  std::erase_if(entries_, [&](const ReportEntry& entry) { return entry.kind == kind && nodes.contains(entry.node); });
 }
 
 size_t Report::count(ReportKind kind) const { return of_kind(kind).size(); }

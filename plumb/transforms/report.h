@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "plumb/graph/graph.h"
@@ -55,7 +56,7 @@ class Report {
                    std::string reason = "");
 
   // Takes out entries that a later stage of a pass has made untrue.
-  void drop(ReportKind kind, std::string_view node);
+  void drop(ReportKind kind, const std::unordered_set<std::string>& nodes);
 
   size_t count(ReportKind kind) const;
   std::vector<const ReportEntry*> of_kind(ReportKind kind) const;

@@ -134,13 +134,6 @@ FactorRelation of_torch(const Node* node) {
 
 // --- factors of unit-scaled operators ---
 
-// Sizes of a file's values may be any numbers: at most what TensorMeta counts.
-int64_t element_count(std::vector<int64_t> sizes) {
-  TensorMeta type;
-  type.sizes = std::move(sizes);
-  return type.numel();
-}
-
 // Null where a dimension that counts is a symbol, or nothing is known.
 class Sizes {
  public:

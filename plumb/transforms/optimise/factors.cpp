@@ -33,9 +33,8 @@ bool take_linear_scales(const Node* node, ScaledProduct& product) {
     const auto* weight = sizes_of(product.right);
     const auto power = doubles(node->arg("scale_power"));
     if (!input || !weight || !power || power->size() != 3 || weight->size() != 2 || input->empty()) return false;
-    TensorMeta rows;  // whose product of sizes is a number whatever a file claims
-    rows.sizes.assign(input->begin(), input->end() - 1);
-    scales = chosen_scales(node, 2, rules::linear((*weight)[1], (*weight)[0], rows.numel(), *power));
+    const int64_t rows = element_count(at::IntArrayRef(*input).slice(0, input->size() - 1));
+    scales = chosen_scales(node, 2, rules::linear((*weight)[1], (*weight)[0], rows, *power));
   }
   if (!scales || (scales->size() != 3 && scales->size() != 5)) return false;
   const auto& s = *scales;

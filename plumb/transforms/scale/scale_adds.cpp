@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <map>
 #include <optional>
 #include <utility>
@@ -62,9 +61,10 @@ std::optional<double> alpha_of(const Node* node) {
 
 bool has_plain_alpha(const Node* node) { return alpha_of(node) == 1.0; }
 
-bool is_weight(std::optional<double> number) { return number && *number > 0 && std::isfinite(*number); }
+// Beyond these numbers a product or the factor that takes it back may leave float16's range.
+bool is_weight(std::optional<double> number) { return number && *number >= 0x1p-12 && *number <= 0x1p12; }
 
-// Returns the number that a value is multiplied by, if nothing else reads the value and it is positive.
+// Returns the number that a value is multiplied by, if nothing else reads the value and the number can weight it.
 std::optional<double> weight_of(const Value* value) {
   const Node* node = value->producer();
   const bool times = node->target() == "aten::mul.Tensor" || node->target() == "aten::mul.Scalar";
@@ -193,6 +193,7 @@ class AddScaler {
       graph_.replace_node(add, made);
       done_.changed = true;
     }
+    report_.drop(ReportKind::LeftAlone, settled_);
     return std::move(done_);
   }
 
@@ -289,7 +290,7 @@ class AddScaler {
   }
 
   const char* why_no_residual(const Node* add, bool inside) const {
-    if (!is_weight(alpha_of(add))) return "its alpha is not positive: not taken for a residual add";
+    if (!is_weight(alpha_of(add))) return "its alpha is negative, tiny or huge: not taken for a residual add";
     if (auto it = no_residual_.find(add); it != no_residual_.end()) return it->second;
     return inside ? "inside a residual branch" : "";
   }
@@ -307,7 +308,7 @@ class AddScaler {
     for (size_t i = 0; i < 2; ++i) {
       Node* product = add->input(i)->producer();
       const auto number = keep_.contains(product) ? std::nullopt : weight_of(add->input(i));
-      if (!number) continue;
+      if (!number || !is_weight(weights.numbers[i] * *number)) continue;
       weights.numbers[i] *= *number;
       weights.products[i] = product;
       products_.insert(product);
@@ -341,7 +342,7 @@ class AddScaler {
     if (Node* product = weights.products[i]) {
       product->set_input(0, value);
       value = product->result();
-      report_.drop(ReportKind::LeftAlone, value->name());
+      settled_.insert(value->name());
     }
     if (i == 1 && !has_plain_alpha(add))
       value = insert_call(graph_, add, "aten::mul.Tensor", {value, *alpha_of(add)}, add, value)->result();
@@ -414,6 +415,7 @@ class AddScaler {
   const NodeSet differentiable_;
   std::unordered_map<Node*, Weights> weights_;
   NodeSet products_;                                          // all products in weights_
+  std::unordered_set<std::string> settled_;                   // names of the products that a tau has taken
   std::unordered_map<const Node*, const char*> no_residual_;  // adds that only look like residual ones, and why
   ScaledAdds done_;
 };

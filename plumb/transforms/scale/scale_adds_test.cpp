@@ -95,9 +95,11 @@ TEST(ScaleAdds, TakeNumbersThatWeightTheOperandsIntoTau) {
     EXPECT_THAT(text, testing::AllOf(HasSubstr("plumb::gelu(%x_branch)"), HasSubstr(rescaled), HasSubstr(tau)))
         << products << operands;
   }
-  // No residual layer, a number that turns the sign, a product that something else reads: numbers stay where they are.
+  // No residual layer, a number that turns the sign or leaves float16's range, a product that something else reads:
+  // numbers stay where they are.
   for (const char* rest : {"%s: f32[4, 8] = aten::mul.Tensor(%z, 2)\n %y: f32[4, 8] = aten::add.Tensor(%s, %f)",
                            "%s: f32[4, 8] = aten::mul.Tensor(%x, -2)\n %y: f32[4, 8] = aten::add.Tensor(%s, %f)",
+                           "%s: f32[4, 8] = aten::mul.Tensor(%x, 1e-40)\n %y: f32[4, 8] = aten::add.Tensor(%s, %f)",
                            "%s: f32[4, 8] = aten::mul.Tensor(%x, 2)\n %r: f32[4, 8] = aten::add.Tensor(%s, %f)\n "
                            "%y: f32[4, 8] = aten::mul.Tensor(%r, %s)"}) {
     EXPECT_THAT(after_scaling(c10::str(R"(graph {

@@ -11,9 +11,10 @@
 //      mse_loss, add and scaled_dot_product_attention become plumb::* operators; recurrent layers and cells stay what
 //      they are, with factors around them (recurrent.h);
 //   3. an add of which one operand is computed from the other is residual: plumb::residual_split at the skip, and
-//      plumb::residual_add with weight tau. Positive numbers that weight its operands, as in 2 * x + f(x), and alpha
-//      are taken into tau. Only uses on the residual branch see the split's branch side. (Two branches of one skip that
-//      share their first operators share the split of the one that ends first, for gradients can be weighted once.)
+//      plumb::residual_add with weight tau. Numbers from 2^-12 to 2^12 that weight its operands, as in 2 * x + f(x),
+//      and alpha are taken into tau. Only uses on the residual branch see the split's branch side. (Two branches of one
+//      skip that share their first operators share the split of the one that ends first, for gradients can be weighted
+//      once.)
 //   4. operators with no residual_add after them lose their constraint: each of their scales is as its rule says. An
 //      add inside a residual branch keeps its constraint, any other is unconstrained: nothing goes around it;
 //   5. weights of the replaced operators are divided by their standard deviation, biases become zero. A tensor is
