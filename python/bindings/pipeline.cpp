@@ -7,6 +7,7 @@
 #include "errors.h"
 #include "module.h"
 #include "plumb/analysis/adapters.h"
+#include "plumb/operators/dispatch_keys.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/runtime/runtime.h"
 
@@ -227,6 +228,7 @@ Register pipeline_part([](py::module_& m) {
           },
           py::arg("stage"))
       .def("gather_timeline", &gather_timeline, FreeGil());
+  m.attr("recompute_key") = c10::toString(kRecomputeKey);
   // Draws the recorded events, and below them the table as simulated with costs in seconds, if there are any.
   m.def(
       "timeline_svg",

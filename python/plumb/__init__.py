@@ -2,6 +2,7 @@
 
 from ._version import __version__ as __version__  # isort: skip  (first: it says so if this is another torch than plumb's)
 from ._errors import Error as Error  # isort: skip  (before all that may raise one)
+from . import _dispatch_keys as _dispatch_keys
 from . import analysis as analysis
 from . import checkpoint as checkpoint
 from . import constraints as constraints

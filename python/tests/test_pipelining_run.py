@@ -38,6 +38,8 @@ from plumb.pipelining import (
 from plumb.pipelining._actions import FORWARD
 from plumb.pipelining.schedules import _ScheduleForwardOnly, get_schedule_class
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import plumb
 
@@ -437,3 +439,29 @@ def test_compiled_stages_run_with_whole_backwards_only():
         get_schedule_class("ZBVZeroBubble")(stages, 4, MSE)
     get_schedule_class("LoopedBFS")(stages, 4, MSE).step(x, target=target)
     assert compiled.weight.grad is not None
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.linear(x),))
+
+
+class Checkpointed(Branches):
+    def forward(self, x):
+        return checkpoint(lambda y: functional.dropout(self.linear(y).tanh()), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("make", [Branches, lambda: torch.compile(Checkpointed(), backend="aot_eager")], ids=["cond", "checkpoint"])
+def test_a_stage_runs_torchs_operators_on_functions(make):
+    torch.manual_seed(0)
+    modules, (x, target) = [make()], batch()
+    reference = copy.deepcopy(modules)
+    torch.manual_seed(1)
+    expected, _ = accumulate(reference, x, target, 4)
+    torch.manual_seed(1)
+    same(schedule_for("GPipe", modules, 4).step(x, target=target), expected)
+    same(grads(modules), grads(reference))
