@@ -78,7 +78,7 @@ OTHER_RECIPES = [
 FOUND = ("backward", "drift", "forward", "verdict")  # in the files of verdicts
 STEPS = {"gpt": 160, "convnet": 250, "mlp": 250, "gru": 160, "encoder": 250, "branches": 250}
 BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
-COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
+COLORS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
 LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
 
 
@@ -397,7 +397,7 @@ def picture(results: dict, model: str, batch: int, path: Path) -> None:
         axes.plot(
             smooth,
             label=f"{run}, rate {rate:g}",
-            color=COLOURS[i],
+            color=COLORS[i],
             ls="--" if "stoch" in run else "-",
             lw=4 if run.endswith("FP32") else 1.5,
         )

@@ -98,6 +98,7 @@ UNCLEAR = (
     r"(?i)\b(?:as (?:it is )?(?:said|told)|said (?:above|below)|in vain|who(?:m)?ever|what (?:comes|came|becomes|became) of"
     r"|come[s]? to nothing|came to nothing|hand(?:s|ed)? on)\b"
 )
+BRITISH = r"(?i)\w*(?:(?:col|neighb|behavi|hon|fav)our|centred|cancelled|labelled|licence|(?:normal|initial|vector|recogn)is[ei])\w*"
 # Name: (bar, number before comments were rewritten, count in one comment).
 ROWS = {
     "begins with Of": (5, 346, words(r"^\s*of\b|" + SENTENCE + r"\s*Of\b")),
@@ -106,6 +107,7 @@ ROWS = {
     "throws in Python": (0, 0, words(r"\bThrows\b|\bthrow[sn]? (?:an? |its |the |as )?(?:`?plumb\.)?(?:[Ee]rror|exception)", cpp=False)),
     "unclear phrase": (0, 52, words(UNCLEAR)),
     "begins with What, Where, Who": (5, 191, words(r"^\s*(?:What|Where|Whom?)\b(?![^.]*\?)")),
+    "British spelling": (0, 4, words(BRITISH)),
     "broken by the formatter": (0, 4, broken_line),
 }
 

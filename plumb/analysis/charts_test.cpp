@@ -91,7 +91,7 @@ TEST(Svg, PacksBytes) {
   EXPECT_EQ(svg::base64(std::string("\xff\x00\xfe", 3)), "/wD+");
 }
 
-TEST(LineChart, GivesARunTheSameColourInEveryChart) {
+TEST(LineChart, GivesARunTheSameColorInEveryChart) {
   RunColors colors;
   const auto one = data_of(to_html(LineChart{.curves = {{"a", {1}}, {"b", {2}}}}, colors));
   const auto two = data_of(to_html(LineChart{.curves = {{"b", {3}}, {"c", {4}}}}, colors));

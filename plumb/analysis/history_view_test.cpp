@@ -210,7 +210,7 @@ const bands = all(".history-space .band-normal").map(r => r.getAttribute("width"
 const select = one(".of-bwd"); select.selectedIndex = 0; select.onchange();
 out.bands = bands === all(".history-space .band-normal").map(r => r.getAttribute("width")).join() ? "same" : "other";
 scroll.scrollTop = 1e9; scroll.dispatchEvent(new Event("scroll")); out.bottom = all(".history-space .row").pop().dataset.tensor;
-out.colours = [...new Set(all(".history-space .row g").map(g => g.getAttribute("class")))].sort().join();
+out.colors = [...new Set(all(".history-space .row g").map(g => g.getAttribute("class")))].sort().join();
 out.wide = document.documentElement.scrollWidth <= innerWidth ? "fits" : "overflows";
 out.side = one(".side").parentNode.hidden ? "both" : "one"; out.heads = all(".history-head button").length;
 </script>)";
@@ -244,7 +244,7 @@ TEST_F(Browser, SlidesSortsAndOpensAHistoryOfTwoRuns) {
   EXPECT_THAT(body, HasSubstr("data-lossy=\"8 tensors\""));
   EXPECT_THAT(
       body,
-      HasSubstr("data-bands=\"other\" data-bottom=\"7\" data-colours=\"s0,s1\" data-wide=\"fits\" data-side=\"both\""));
+      HasSubstr("data-bands=\"other\" data-bottom=\"7\" data-colors=\"s0,s1\" data-wide=\"fits\" data-side=\"both\""));
 }
 
 TEST_F(Browser, AHistoryFitsANarrowPageAndShowsSeveralRuns) {
@@ -252,7 +252,7 @@ TEST_F(Browser, AHistoryFitsANarrowPageAndShowsSeveralRuns) {
   for (const char* name : {"a", "b", "c"}) view.runs.push_back({name, made(8, 3, 0, -4)});
   const std::string body = body_tag(open(page_of(view), "--dump-dom --window-size=500,800"));
   EXPECT_THAT(body, Not(HasSubstr("data-error")));
-  EXPECT_THAT(body, HasSubstr("data-colours=\"s0,s1,s2\" data-wide=\"fits\" data-side=\"one\" data-heads=\"4\""));
+  EXPECT_THAT(body, HasSubstr("data-colors=\"s0,s1,s2\" data-wide=\"fits\" data-side=\"one\" data-heads=\"4\""));
 }
 
 TEST_F(Browser, AHistoryWithoutGradientsShowsNoneOfTheirAxes) {

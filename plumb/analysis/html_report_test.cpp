@@ -259,7 +259,7 @@ TEST_F(Browser, PaintsThePage) {
   if (const char* keep = std::getenv("PLUMB_KEEP_REPORT")) example(12).write(keep);
   open(example(12).html(), "--screenshot=shot.png --window-size=700,1100 --force-device-scale-factor=0.5");
   // Python's standard library reads the picture: size and number of colors.
-  write_file_atomically(folder_ / "colours.py", R"(
+  write_file_atomically(folder_ / "colors.py", R"(
 import struct, zlib
 raw = open("shot.png", "rb").read()
 width, height, depth, kind = struct.unpack(">IIBB", raw[16:26])
@@ -270,7 +270,7 @@ while at < len(raw):
     if name == b"IDAT": packed += raw[at + 8:at + 8 + size]
     at += size + 12
 data, n = zlib.decompress(packed), 3 if kind == 2 else 4
-above, colours = bytearray(width * n), set()
+above, colors = bytearray(width * n), set()
 for y in range(height):
     filt, row = data[y * (width * n + 1)], bytearray(data[y * (width * n + 1) + 1:(y + 1) * (width * n + 1)])
     for i in range(width * n):
@@ -278,17 +278,17 @@ for y in range(height):
         p = a + b - c
         near = min((abs(p - a), 0, a), (abs(p - b), 1, b), (abs(p - c), 2, c))[2]
         row[i] = (row[i] + (0, a, b, (a + b) // 2, near)[filt]) & 255
-    colours.update(bytes(row[i:i + 3]) for i in range(0, width * n, n))
+    colors.update(bytes(row[i:i + 3]) for i in range(0, width * n, n))
     above = row
-print(width, height, len(colours))
+print(width, height, len(colors))
 )");
-  ASSERT_EQ(std::system(("cd '" + folder_.string() + "' && " + PLUMB_TEST_PYTHON + " colours.py >colours").c_str()), 0);
-  std::ifstream in(folder_ / "colours");
-  int width = 0, height = 0, colours = 0;
-  in >> width >> height >> colours;
+  ASSERT_EQ(std::system(("cd '" + folder_.string() + "' && " + PLUMB_TEST_PYTHON + " colors.py >colors").c_str()), 0);
+  std::ifstream in(folder_ / "colors");
+  int width = 0, height = 0, colors = 0;
+  in >> width >> height >> colors;
   EXPECT_EQ(width, 350);
   EXPECT_EQ(height, 550);
-  EXPECT_GT(colours, 400);
+  EXPECT_GT(colors, 400);
 }
 
 TEST_F(Browser, ATableOfThousandsOfRowsSortsAllAndShowsTheFirst) {

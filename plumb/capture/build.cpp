@@ -176,7 +176,7 @@ class Builder {
       for (int v : record.results) wanted = wanted || used_[static_cast<size_t>(v)];
       const OperatorFacts& facts = operator_facts(record.op.schema().name());
       const bool scrap =
-          (facts.uninitialised || facts.passes_through) && !facts.has_effects && !record.op.schema().is_mutable();
+          (facts.uninitialized || facts.passes_through) && !facts.has_effects && !record.op.schema().is_mutable();
       if (!wanted && scrap) {
         live_[i] = 0;
         continue;
@@ -408,10 +408,10 @@ void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& output
 }
 
 void refuse_unwritten_reads(const Graph& graph) {
-  UninitialisedMemory memory;
+  UninitializedMemory memory;
   for (const Node* node : graph.nodes()) {
     memory.pass(*node);
-    if (!node->is_call() || is_uninitialised(*node) || node->result_aliases_input() || looks_at_shape_only(*node))
+    if (!node->is_call() || is_uninitialized(*node) || node->result_aliases_input() || looks_at_shape_only(*node))
       continue;
     for (const Value* v : node->inputs()) {
       if (!memory.is_unwritten(v) || is_unread(*node, v)) continue;

@@ -248,22 +248,22 @@ bool looks_at_shape_only(const Node& node) {
          name == "aten::sym_size" || node.target() == "aten::bernoulli.p";
 }
 
-bool is_uninitialised(const Node& node) { return node.facts().uninitialised; }
+bool is_uninitialized(const Node& node) { return node.facts().uninitialized; }
 
-const Value* UninitialisedMemory::base_of(const Value* value) const {
+const Value* UninitializedMemory::base_of(const Value* value) const {
   const auto it = base_.find(value);
   return it == base_.end() ? value : it->second;
 }
 
-bool UninitialisedMemory::is_unwritten(const Value* value) const {
+bool UninitializedMemory::is_unwritten(const Value* value) const {
   const auto it = written_.find(base_of(value));
   return it != written_.end() && !it->second;
 }
 
-void UninitialisedMemory::pass(const Node& node) {
+void UninitializedMemory::pass(const Node& node) {
   if (!node.is_call()) return;
   auto written = node.written_inputs();
-  if (written.empty() && is_uninitialised(node)) {
+  if (written.empty() && is_uninitialized(node)) {
     const auto& meta = node.result()->meta();
     if (!meta || meta->numel() > 0) written_.emplace(node.result(), false);
     return;

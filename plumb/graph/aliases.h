@@ -77,11 +77,11 @@ Value* written_as(const Value* result);
 void collect_values(const Arg& arg, std::vector<Value*>& out);
 
 // True for operators whose result is not a function of their arguments: uninitialized memory.
-bool is_uninitialised(const Node& node);
+bool is_uninitialized(const Node& node);
 
 // Which values show memory that torch.empty and the like make, and whether an operator has written any of it. Takes a
 // graph's nodes in order.
-class UninitialisedMemory {
+class UninitializedMemory {
  public:
   // Takes the next node.
   void pass(const Node& node);

@@ -73,7 +73,7 @@ TEST(Plan, CastsANumberOnceForFloatsAndStaysEqual) {
   EXPECT_TRUE(at::equal(grad, x.grad()));
 }
 
-TEST(Plan, HonoursNoGradPerNodeAndTheCallersMode) {
+TEST(Plan, HonorsNoGradPerNodeAndTheCallersMode) {
   const std::string text =
       R"(graph { %x = placeholder "x" %a = aten::neg(%x) no_grad %b = aten::relu(%x) output(%a, %b) })";
   at::Tensor x = at::ones({2}).requires_grad_();

@@ -108,7 +108,7 @@ void keep_all(void* y_void, int64_t n, const void* value, uint32_t last, uint64_
 
 // In the operations of LibTorch's layer_norm, one for one: its vectors end in a fused multiplication and addition where
 // the CPU has them.
-inline void normalise_rows(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
+inline void normalize_rows(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
                            const float* weight, const float* bias) {
   for (int64_t r = 0; r < rows; ++r, x += n, y += n) {
     const float shift = -mean[r], scale = rstd[r];
@@ -134,7 +134,7 @@ constexpr KernelTable make_table(const char* level) {
           {unpack_all<float>, unpack_all<double>, unpack_all<Half>, unpack_all<BHalf>},
           {decode_all<uint32_t>, decode_all<uint64_t>, decode_all<uint16_t>, decode_all<uint16_t>},
           {keep_all<uint32_t>, keep_all<uint64_t>, keep_all<uint16_t>, keep_all<uint16_t>},
-          normalise_rows,
+          normalize_rows,
           {hash_all<uint8_t>, hash_all<uint16_t>, hash_all<uint32_t>}};
 }
 

@@ -111,7 +111,7 @@ struct KernelTable {
   // y: `value` (an entry of the carrier) where the random word of its place is at most `last`, else 0.
   void (*keep[kCarriers])(void* y, int64_t n, const void* value, uint32_t last, uint64_t seed, int64_t first_block);
   // y = (x - mean) * rstd * weight + bias: rows of n values, a mean and a reciprocal deviation each.
-  void (*normalise)(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
+  void (*normalize)(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
                     const float* weight, const float* bias);
   // Hashes of n words (hash.h) of 1, 2 and 4 bytes.
   uint64_t (*hash[3])(const void* words, int64_t n);

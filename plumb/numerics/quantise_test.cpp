@@ -114,7 +114,7 @@ TEST(Quantise, AQuantisedTensorStaysAsItIs) {
 
 // --- stochastic
 
-TEST(Stochastic, GoesToOneOfTheTwoNeighboursAndIsRightInTheMean) {
+TEST(Stochastic, GoesToOneOfTheTwoNeighborsAndIsRightInTheMean) {
   for (const char* text : {"E4M3-SR", "E2M1-SR5", "E3M0-SR", "E8M2-SR", "e4m3fnuz-SR", "e5m2-SR-inf", "bf16-SR"}) {
     const FPFormat format = FPFormat::parse(text);
     for (double value :

@@ -98,7 +98,7 @@ struct OperatorFacts {
   DataSizes data_sizes = DataSizes::ByTag;
 
   // Its result, or in-place its argument, holds memory that was never written.
-  bool uninitialised = false;
+  bool uninitialized = false;
   // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with.
   bool passes_through = false;
   // Its result holds each element of its first argument exactly once, in another shape or order (with `view` of a dtype
@@ -112,6 +112,8 @@ struct OperatorFacts {
   bool in_place_alike = false;
 
   Contraction contraction = {};
+  // The argument that divides the rows of a product into groups, each of which has a matrix of its own.
+  std::string_view groups = {};
   RecurrentLayer recurrent = RecurrentLayer::None;
   bool recurrent_cell = false;  // one step, with the weights of one layer
 };

@@ -25,7 +25,11 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::", "dot", {.contraction = Contraction::product("self", -1, "tensor", -1)}},
     {"aten::", "inner vdot", {.contraction = Contraction::product("self", -1, "other", -1)}},
     {"aten::", "linalg_vecdot", {.contraction = Contraction::product("x", -1, "y", -1)}},
-    {"aten::", "_grouped_mm", {.contraction = Contraction::product("self", -1, "mat2", -2)}},
+    {"aten::", "_grouped_mm", {.contraction = Contraction::product("self", -1, "mat2", -2), .groups = "offs"}},
+    // The library transformers has its own, for devices without torch's.
+    {"transformers::",
+     "grouped_mm_fallback",
+     {.contraction = Contraction::product("input", -1, "weight", -2), .groups = "offs"}},
     {"aten::", "tensordot", {.contraction = {Einsum, {{"self"}, {"other"}}}}},
     {"aten::", "_addmm_activation", {.contraction = Contraction::product("mat1", -1, "mat2", -2)}},
     {"aten::", "addmm", {.in_place_alike = true, .contraction = Contraction::product("mat1", -1, "mat2", -2)}},
@@ -107,8 +111,8 @@ constexpr OperatorGroup kGroups[] = {
     // --- memory as it was found ---
     {"aten::",
      "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_",
-     {.uninitialised = true}},
-    {"aten::", "empty_quantized", {.refused = kQuantised, .uninitialised = true}},
+     {.uninitialized = true}},
+    {"aten::", "empty_quantized", {.refused = kQuantised, .uninitialized = true}},
 
     // --- values and sizes that depend on data ---
     {"aten::", "item _local_scalar_dense is_nonzero equal allclose", {.reads_value = true}},

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "plumb/core/vectorised.h"
+#include "plumb/core/vectorized.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/pointwise/parts.h"
 
@@ -31,7 +31,7 @@ constexpr int64_t kCostlyCall = 8;
 // y = of(in...). `of` is one operation, or a weighted sum, and nothing may be contracted to a fused multiply-add.
 // Results may be written where an operand is: elements do not depend on each other.
 template <class T, class Of, class... In>
-PLUMB_VECTORISED void loop(int64_t n, Of of, T* y, const In*... in) {
+PLUMB_VECTORIZED void loop(int64_t n, Of of, T* y, const In*... in) {
   PLUMB_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) y[i] = of(in[i]...);
 }

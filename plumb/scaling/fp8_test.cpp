@@ -114,7 +114,7 @@ TEST(Fp8, WritesPastAutogradCountFromTheNextCallOnAlsoWhileAGraphHoldsTheCodes) 
   EXPECT_TRUE(at::equal(encode_weight(w, "e4m3fn"), encode(w, e4m3())));
 }
 
-TEST(Fp8, EveryOptimiserOfTorchIsSeenBetweenSteps) {
+TEST(Fp8, EveryOptimizerOfTorchIsSeenBetweenSteps) {
   auto trains = [](auto make) {
     at::Tensor w = at::randn({32, 32}).requires_grad_();
     auto optimizer = make(std::vector<at::Tensor>{w});

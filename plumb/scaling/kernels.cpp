@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "plumb/core/error.h"
-#include "plumb/core/vectorised.h"
+#include "plumb/core/vectorized.h"
 #include "plumb/scaling/constraint.h"
 #include "plumb/scaling/differentiable.h"
 
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kGrain = 32768;
 
 template <class T, class Acc>
-PLUMB_VECTORISED void weighted_sum_loop(const T* __restrict x, Acc a, const T* __restrict y, Acc b, T* __restrict out,
+PLUMB_VECTORIZED void weighted_sum_loop(const T* __restrict x, Acc a, const T* __restrict y, Acc b, T* __restrict out,
                                         int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(a * static_cast<Acc>(x[i]) + b * static_cast<Acc>(y[i]));
 }

@@ -132,7 +132,7 @@ TEST_F(Modules, AnOptimizerHasATiedParameterOnce) {
   ASSERT_EQ(optimizer.param_groups().size(), 1u);
 }
 
-TEST_F(Modules, EveryOptimiserLowersALoss) {
+TEST_F(Modules, EveryOptimizerLowersALoss) {
   auto x = torch::randn({10, 16}), y = torch::randn({10, 25});
   auto lowers = [&](auto make) {
     nn::Linear model(16, 25);
@@ -147,7 +147,7 @@ TEST_F(Modules, EveryOptimiserLowersALoss) {
   EXPECT_TRUE(lowers([](auto p) { return optim::AdamW(p, torch::optim::AdamWOptions(0.01)); }));
 }
 
-TEST_F(Modules, OptimisersOnADeviceHaveTheCpusBits) {
+TEST_F(Modules, OptimizersOnADeviceHaveTheCpusBits) {
   const auto trained = [](auto make, bool on_device) {
     torch::manual_seed(5);
     nn::Linear model(16, 25);

@@ -36,7 +36,7 @@ bool needs_microbatch(ActionKind kind) {
 }
 
 // Returns the neighbor a message without a named other end means: values go up, gradients down.
-int neighbour(ActionKind kind, int stage) {
+int neighbor(ActionKind kind, int stage) {
   return kind == ActionKind::SendForward || kind == ActionKind::RecvBackward ? stage + 1 : stage - 1;
 }
 
@@ -117,7 +117,7 @@ std::string to_string(const Action& action) {
   std::string text = std::to_string(action.stage);
   text += to_string(action.kind);
   if (action.microbatch >= 0) text += std::to_string(action.microbatch);
-  if (action.is_message() && action.other_stage != neighbour(action.kind, action.stage)) {
+  if (action.is_message() && action.other_stage != neighbor(action.kind, action.stage)) {
     text += action.is_send() ? '>' : '<';
     text += std::to_string(action.other_stage);
   }
@@ -138,7 +138,7 @@ Action parse_action(std::string_view whole) {
   rest.remove_prefix(name.size());
   if (needs_microbatch(action.kind)) action.microbatch = take_number(text, rest, "microbatch");
   if (action.is_message()) {
-    action.other_stage = neighbour(action.kind, action.stage);
+    action.other_stage = neighbor(action.kind, action.stage);
     if (!rest.empty() && rest.front() == (action.is_send() ? '>' : '<')) {
       rest.remove_prefix(1);
       action.other_stage = take_number(text, rest, "other stage");

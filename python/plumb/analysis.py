@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COLOURS = {"fwd": "#0173b2", "bwd": "#de8f05"}
+_COLORS = {"fwd": "#0173b2", "bwd": "#de8f05"}
 _PALE = {"fwd": "#a9cbe0", "bwd": "#f3d9b0"}
 _SHIFT = {"fwd": -0.12, "bwd": 0.12}
 _SPOKEN = {"fwd": "forward pass", "bwd": "backward pass"}
@@ -183,10 +183,10 @@ def _draw_ranges(
     level = 0
     previous = None
     for x in sorted(x for x in at if ends[0] <= x <= ends[1]):
-        axes.axvline(x, color="grey", linewidth=0.8, dashes=(3, 2), zorder=0)
+        axes.axvline(x, color="gray", linewidth=0.8, dashes=(3, 2), zorder=0)
         # Labels of near neighbors go below one another.
         level = (level + 1) % 3 if previous is not None and x / previous < 16 else 0
-        axes.text(x, rows - 0.4 + 0.9 * level, "\n".join(at[x]), ha="center", va="top", size=8, color="dimgrey")
+        axes.text(x, rows - 0.4 + 0.9 * level, "\n".join(at[x]), ha="center", va="top", size=8, color="dimgray")
         previous = x
 
 
@@ -208,7 +208,7 @@ def _draw_at_the_edges(axes: "Axes", row: dict[Node, int], left_out: Iterable, e
         if zeros or not value == 0:
             spots[n, d] = ends[1] if math.isinf(value) else ends[0]
             text = "0" if value == 0 else str(value)
-            axes.annotate(text, (spots[n, d], row[n] + _SHIFT[d]), color=_COLOURS[d], va="center", size=8)
+            axes.annotate(text, (spots[n, d], row[n] + _SHIFT[d]), color=_COLORS[d], va="center", size=8)
     return spots
 
 
@@ -220,16 +220,16 @@ def _draw_arrows(axes: "Axes", row: dict[Node, int], directions: Sequence[str], 
                     a, b = (source, n) if d == "fwd" else (n, source)
                     axes.annotate(
                         "", xy=(spots[b, d], row[b] + _SHIFT[d]), xytext=(spots[a, d], row[a] + _SHIFT[d]), zorder=2,
-                        arrowprops={"arrowstyle": "->", "color": _COLOURS[d], "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2},
+                        arrowprops={"arrowstyle": "->", "color": _COLORS[d], "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2},
                     )  # fmt: skip
 
 
 def _draw_legend(axes: "Axes", nodes: Sequence[Node], directions: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=_COLOURS[d], marker="o", linestyle="", label=_SPOKEN[d]) for d in directions]
+    handles = [Line2D([], [], color=_COLORS[d], marker="o", linestyle="", label=_SPOKEN[d]) for d in directions]
     if any(n.meta["requires_grad"] for n in nodes):
-        handles.append(Line2D([], [], color="grey", marker="v", linestyle="", label="weight tensor"))
+        handles.append(Line2D([], [], color="gray", marker="v", linestyle="", label="weight tensor"))
     if handles:
         axes.legend(handles=handles, loc="upper right")
 
@@ -290,7 +290,7 @@ def plot(
     spots |= _draw_at_the_edges(ax, row, left_out, (low, high), show_zero_tensors)
     for (n, d), x in spots.items():
         marker = "v" if n.meta["requires_grad"] else "o"
-        ax.plot([x], [row[n] + _SHIFT[d]], color=_COLOURS[d], marker=marker, markersize=5, zorder=3)
+        ax.plot([x], [row[n] + _SHIFT[d]], color=_COLORS[d], marker=marker, markersize=5, zorder=3)
     if show_arrows:
         _draw_arrows(ax, row, directions, spots)
     _draw_ranges(ax, formats, len(nodes), (low, high))

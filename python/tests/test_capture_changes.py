@@ -78,7 +78,7 @@ class ByModule(nn.Module):
 
 @pytest.mark.parametrize("make", [ByBuffer, ByFlag, ByNewFlag, ByParameter, ByModule])
 @pytest.mark.parametrize("use", [plumb.capture, lambda model, x: track_scales(model)(x)])
-def test_layers_that_initialise_themselves_are_to_be_run_once_before(make, use):
+def test_layers_that_initialize_themselves_are_to_be_run_once_before(make, use):
     model, x = make(), torch.randn(4, 8)
     names = list(model.state_dict())
     with pytest.raises(plumb.Error) as refused:

@@ -203,7 +203,7 @@ def test_a_buffer_that_the_forward_resizes_is_put_back(how):
     assert torch.equal(graph(x), y)
 
 
-def test_a_model_prepared_for_quantisation_aware_training_does_not_end_the_process():
+def test_a_model_prepared_for_quantization_aware_training_does_not_end_the_process():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).train()
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
     with pytest.warns():

@@ -248,7 +248,7 @@ def test_draws_of_other_libraries_are_told_and_undone():
     assert any("Python's random generator" in n for n in m.notes)
 
 
-def test_scripted_modules_are_seen_after_they_were_optimised():
+def test_scripted_modules_are_seen_after_they_were_optimized():
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()

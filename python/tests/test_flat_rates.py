@@ -17,7 +17,7 @@ def steps(optimizer, count=2):
     return [str(w.message) for w in seen if "unit-scaled" in str(w.message)]
 
 
-def test_an_optimiser_that_gives_unit_scaled_parameters_one_rate_is_named_once_with_the_remedy():
+def test_an_optimizer_that_gives_unit_scaled_parameters_one_rate_is_named_once_with_the_remedy():
     scaled = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)))
     scaled(torch.randn(2, 16)).sum().backward()
     (text,) = steps(torch.optim.AdamW(scaled.parameters(), lr=1e-3))

@@ -106,7 +106,7 @@ def test_forward_and_backward_are_rounded_apart():
     assert torch.equal(y, x) and torch.equal(x.grad, f.quantise(gradient))
 
 
-def test_simulate_format_honours_rounding_and_random_bits():
+def test_simulate_format_honors_rounding_and_random_bits():
     x, model = torch.randn(4, 8), nn.Linear(8, 8, bias=False)
     for f in (FPFormat(4, 3, "nearest"), FPFormat(4, 3, "toward_zero")):
         y = simulate_format(model, f, "none")(x)

@@ -91,7 +91,7 @@ def test_version_stands_in_one_place(environment):
     assert f"version: {version}" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_package_has_its_licence_says_that_it_is_typed_and_asks_for_the_torch_it_was_built_with(environment):
+def test_package_has_its_license_says_that_it_is_typed_and_asks_for_the_torch_it_was_built_with(environment):
     home, python, site, env = environment
     (distribution,) = importlib.metadata.distributions(path=[str(site)], name="plumb")
     assert distribution.metadata["License-Expression"] == "BSD-3-Clause"

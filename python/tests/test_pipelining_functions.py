@@ -453,7 +453,7 @@ class Far(PipelineStage):
 
 
 @pytest.mark.parametrize("receives, sends, far", [([0], [2], None), ([], [3], 3), ([3], [], 3)])
-def test_stages_with_messages_of_their_own_may_talk_to_neighbours_only(receives, sends, far):
+def test_stages_with_messages_of_their_own_may_talk_to_neighbors_only(receives, sends, far):
     stage = Far(nn.Linear(8, 8), 1, 4, "cpu")
     stage.receives, stage.sends = receives, sends
     schedule = PipelineScheduleMulti([stage], 1)

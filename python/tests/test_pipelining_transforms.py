@@ -201,7 +201,7 @@ def test_stage_modules_of_a_pipe_are_transformed():
     assert all(len(m.scales_graph().nodes) > 20 for m in modules)
 
 
-def test_the_stages_parameters_have_the_tags_that_the_optimiser_reads():
+def test_the_stages_parameters_have_the_tags_that_the_optimizer_reads():
     torch.manual_seed(0)
     tied, (ids, targets), _ = zoo.MODELS["GPT tied"]()
     scaled = unit_scale(tied)

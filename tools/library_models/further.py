@@ -126,7 +126,7 @@ def gaussian_process(m):
 
 
 def run_once(model, *inputs):
-    """Layers that initialise themselves on their first batch have done so."""
+    """Layers that initialize themselves on their first batch have done so."""
     model(*(x() for x in inputs))
     return model
 

@@ -11,7 +11,7 @@ bool dense_floats(const at::Tensor& t) {
   return t.defined() && t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous();
 }
 
-at::Tensor normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
+at::Tensor normalize(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
                      const at::Tensor& rstd) {
   // Not as x: dimensions of size 1 may have any strides there, ATen gives its result the usual ones.
   at::Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
@@ -20,7 +20,7 @@ at::Tensor normalise(const at::Tensor& x, const at::Tensor& weight, const at::Te
   const float *from = x.const_data_ptr<float>(), *w = weight.const_data_ptr<float>(), *b = bias.const_data_ptr<float>(),
               *m = mean.const_data_ptr<float>(), *s = rstd.const_data_ptr<float>();
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-    kernel::kernels().normalise(from + begin * n, to + begin * n, end - begin, n, m + begin, s + begin, w, b);
+    kernel::kernels().normalize(from + begin * n, to + begin * n, end - begin, n, m + begin, s + begin, w, b);
   });
   return y;
 }
@@ -32,7 +32,7 @@ bool gives_the_bits_of_aten() {
       const at::Tensor x = at::arange(31 * n, at::kFloat).mul(0.7).sin().mul(3).view({31, n});
       const at::Tensor weight = at::arange(n, at::kFloat).cos(), bias = at::arange(n, at::kFloat).mul(1.3).sin();
       const auto [y, mean, rstd] = at::native_layer_norm(x, {n}, weight, bias, 1e-5);
-      if (!at::equal(y, normalise(x, weight, bias, mean, rstd))) return false;
+      if (!at::equal(y, normalize(x, weight, bias, mean, rstd))) return false;
     }
     return true;
   }();
@@ -41,7 +41,7 @@ bool gives_the_bits_of_aten() {
 
 }  // namespace
 
-at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd) {
+at::Tensor normalize_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd) {
   // input, normalized_shape, weight, bias, eps
   if (!args[2].isTensor() || !args[3].isTensor()) return {};
   const at::Tensor &x = args[0].toTensor(), &weight = args[2].toTensor(), &bias = args[3].toTensor();
@@ -49,7 +49,7 @@ at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tenso
     if (!dense_floats(*t)) return {};
   }
   if (x.numel() == 0 || !gives_the_bits_of_aten()) return {};
-  return normalise(x, weight, bias, mean, rstd);
+  return normalize(x, weight, bias, mean, rstd);
 }
 
 }  // namespace plumb

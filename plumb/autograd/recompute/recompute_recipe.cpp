@@ -136,7 +136,7 @@ at::Tensor Recipe::compute() {
 
 at::Tensor Recipe::compute_quickly(const std::vector<c10::IValue>& args) const {
   if (!moments_ || !moments_->of_mean.unchanged() || !moments_->of_rstd.unchanged()) return {};
-  return normalise_again(args, moments_->mean, moments_->rstd);
+  return normalize_again(args, moments_->mean, moments_->rstd);
 }
 
 namespace {

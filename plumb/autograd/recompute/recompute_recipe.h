@@ -125,7 +125,7 @@ void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 
 // Returns native_layer_norm's result from its arguments and its two other results, in one pass; undefined if those
 // would not be ATen's bits.
-at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
+at::Tensor normalize_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
 // True if an emptied storage can be filled again. torch 2.11 cannot take its message back: there every result is kept.
 template <class Storage>

@@ -173,7 +173,7 @@ TEST(Recompute, NamesWhatItDidNotKeep) {
             "0.0156 MiB of 1)");
 }
 
-TEST(Recompute, NormalisesAgainWithTheBitsOfTheNorm) {
+TEST(Recompute, NormalizesAgainWithTheBitsOfTheNorm) {
   PLUMB_SKIP_IF_ALL_IS_KEPT();
   at::manual_seed(3);
   for (const bool affine : {true, false}) {

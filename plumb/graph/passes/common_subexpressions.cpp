@@ -63,7 +63,7 @@ class Merger {
 
   bool is_candidate(const Node& node) const {
     if (!node.is_call() || node.num_results() == 0 || !aliases_.written(&node).empty()) return false;
-    if (node.is_random() || is_uninitialised(node) || has_hidden_effects(node)) return false;
+    if (node.is_random() || is_uninitialized(node) || has_hidden_effects(node)) return false;
     for (const Value* r : node.results()) {
       const Node* last = aliases_.last_write(aliases_.memory(r));
       if (last && node.is_before(last)) return false;

@@ -57,7 +57,7 @@ TEST(CommonSubexpressions, LeavesResultsAloneThatAreWrittenLater) {
 )");
 }
 
-TEST(CommonSubexpressions, LeavesRandomDrawsUninitialisedMemoryAndOtherGradModesAlone) {
+TEST(CommonSubexpressions, LeavesRandomDrawsUninitializedMemoryAndOtherGradModesAlone) {
   expect_unchanged("common_subexpressions", R"(graph {
   %f: f32[4] = get_attr "freq"
   %a: f32[4] = aten::bernoulli(%f)

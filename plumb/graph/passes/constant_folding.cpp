@@ -81,7 +81,7 @@ class Folder {
       if (r->type() == ValueType::Other) return false;
       if (!r->is_tensor()) continue;
       const Memory m = aliases_.memory(r);
-      if (aliases_.is_returned(m) || (is_uninitialised(node) && !aliases_.is_written(m))) return false;
+      if (aliases_.is_returned(m) || (is_uninitialized(node) && !aliases_.is_written(m))) return false;
       if (!r->meta() || r->meta()->device.is_meta() || !r->meta()->symbols.empty()) return false;
       const double bytes =
           static_cast<double>(r->meta()->numel()) * static_cast<double>(c10::elementSize(r->meta()->dtype));

@@ -307,13 +307,13 @@ void add_norms(std::vector<PatternRule>& rules) {
   const std::string eps = " %a = aten::add.Tensor(%v, %eps) ";
   // Comes before RMS norms: a centered value divided by its root mean square is one, too. The mean subtracted in a
   // variance is often subtracted once more.
-  const std::string centred = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
+  const std::string centered = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
   std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
                                         "%v = aten::var.dim(%x, %dims, False, True)"};
   for (const std::string& squares : mean_squares("%z")) variances.push_back("%z = aten::sub.Tensor(%x, %m) " + squares);
   for (const std::string& variance : variances) {
     for (const std::string& divided : divided_by_root("%d")) {
-      add("layer_norm", "x dims:other eps:float", centred + variance + eps + divided,
+      add("layer_norm", "x dims:other eps:float", centered + variance + eps + divided,
           [](Graph& g, const Match& m) -> Node* {
             const auto sizes = last_sizes(m.at("x"), m.at("dims"));
             if (!sizes || !m.at("eps").is_constant()) return nullptr;

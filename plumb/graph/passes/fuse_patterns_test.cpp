@@ -257,14 +257,14 @@ TEST(Raise, FindsNormsInEverySpelling) {
           "aten::rms_norm(%x, [8], %p, 1e-05)");
     }
   }
-  const std::string centred = x +
-                              "%b: f32[8] grad = get_attr \"b\" %m: f32[2, 3, 1] = aten::mean.dim(%x, [2], True) "
-                              "%d: f32[2, 3, 8] = aten::sub.Tensor(%x, %m) ";
+  const std::string centered = x +
+                               "%b: f32[8] grad = get_attr \"b\" %m: f32[2, 3, 1] = aten::mean.dim(%x, [2], True) "
+                               "%d: f32[2, 3, 8] = aten::sub.Tensor(%x, %m) ";
   for (const std::string variance :
        {"%v = aten::var.correction(%x, [2], correction=0, keepdim=True)", "%v = aten::var.dim(%x, [2], False, True)",
         "%z = aten::sub.Tensor(%x, %m) %q = aten::square(%z) %v = aten::mean.dim(%q, [2], True)",
         "%q = aten::mul.Tensor(%d, %d) %v = aten::mean.dim(%q, [2], True)"}) {
-    const std::string body = centred + variance +
+    const std::string body = centered + variance +
                              " %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) "
                              "%n: f32[2, 3, 8] = aten::mul.Tensor(%d, %r) ";
     expect_close(body + "output(%n) }", "aten::layer_norm(%x, [8])");

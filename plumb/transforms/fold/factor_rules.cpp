@@ -105,6 +105,7 @@ FactorRelation of_torch(const Node* node) {
   if (node->is_op("plumb::check_sizes") || node->is_op("plumb::check_input") || node->is_op("plumb::guard_size"))
     return {FactorRule::Ignores};
   if (node->facts().passes_through) return {FactorRule::Shape};
+  if (!node->facts().groups.empty()) return {FactorRule::Product};
   if (!node->op_name().starts_with("aten::")) return {};
   const Family* family = family_of(node->target());
   if (!family) return {};

@@ -191,7 +191,7 @@ TEST(SimulateFormat, LeavesProductsThatMakeTablesAlone) {
   EXPECT_THAT(report.find(ReportKind::LeftAlone, "angles")->reason, HasSubstr("it makes a table"));
 }
 
-TEST(SimulateFormat, HonoursExclusionsAndChosenOperators) {
+TEST(SimulateFormat, HonorsExclusionsAndChosenOperators) {
   const char* text = R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "head.weight" %v = get_attr "body.weight"
       %a = aten::linear(%x, %v) in "":"Net" "body":"Linear" %m = aten::matmul(%a, %a) %b = aten::linear(%m, %w) output(%b) })";
   SimulateFormatOptions options = nearest();
@@ -354,7 +354,7 @@ TEST(SimulateFormat, RefusesFormatsAndOperatorsThatDoNotExist) {
   EXPECT_THROW(simulate_format(module, options), Error);
 }
 
-TEST(SimulateFormat, HonoursRoundingAndRandomBits) {
+TEST(SimulateFormat, HonorsRoundingAndRandomBits) {
   SimulateFormatOptions options;
   options.rounding = Rounding::Nearest;
   EXPECT_THAT(to_string(simulate_fp8(gpt(), options)->graph()), HasSubstr("\"E4M3-RN\", \"none\""));

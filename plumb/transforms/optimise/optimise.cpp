@@ -22,9 +22,9 @@ constexpr size_t kOrderedUses = 2;  // the sum of two gradients has no order
 constexpr int kMany = 6;            // operators whose calls cost more than one call of a chain
 constexpr int kWorthwhile = 3;      // passes that pay for what is computed again
 
-class Optimiser {
+class Optimizer {
  public:
-  Optimiser(GraphModule& module, const OptimiseOptions& options, Report& report)
+  Optimizer(GraphModule& module, const OptimiseOptions& options, Report& report)
       : graph_(module.graph()), options_(options), report_(report), writes_(count_writes(graph_)) {}
 
   bool run() {
@@ -346,7 +346,7 @@ const RegisterTransform optimise_pass{
 
 bool optimise(GraphModule& module, const OptimiseOptions& options, Report* report) {
   Report own("optimise");
-  return Optimiser(module, options, report ? *report : own).run();
+  return Optimizer(module, options, report ? *report : own).run();
 }
 
 std::shared_ptr<TransformedModule> compile(const std::shared_ptr<GraphModule>& module, const OptimiseOptions& options) {

@@ -82,8 +82,12 @@ const Tables& tables() {
       t.of_torch.emplace("aten::" + name, Equivalent{entry.first, ScaledBy::Elementwise});
     }
     for (const OperatorFacts* facts : operator_table()) {
-      if (facts->recurrent == RecurrentLayer::None) continue;
-      t.of_torch.emplace(facts->name, Equivalent{.to = facts->name, .recurrent = true});
+      if (facts->recurrent != RecurrentLayer::None)
+        t.of_torch.emplace(facts->name, Equivalent{.to = facts->name, .recurrent = true});
+      if (!facts->groups.empty())
+        t.of_torch.emplace(
+            facts->name,
+            Equivalent{.to = facts->name, .weights = {facts->contraction.operands[1].argument}, .experts = true});
     }
     return t;
   }();

@@ -19,7 +19,8 @@ struct Equivalent {
   std::vector<std::string_view> weights = {};  // arguments of the operator that may be weights
   std::string_view bias = "";                  // "" if there is none
   bool any_weight = false;                     // a matmul: an operand is a weight only if it is a parameter
-  bool recurrent = false;                      // the operator stays, with factors around it: recurrent.h
+  // The operator stays, with factors around it: recurrent.h, experts.h
+  bool recurrent = false, experts = false;
 };
 
 // Returns the equivalent of one of torch's operators. Null if there is none.

@@ -7,8 +7,7 @@
 #include <string>
 
 #include "plumb/scaling/rules_recurrent.h"
-#include "plumb/transforms/models_testing.h"
-#include "plumb/transforms/scale/unit_scale.h"
+#include "plumb/transforms/scale/unit_scale_testing.h"
 
 namespace plumb {
 namespace {
@@ -16,8 +15,7 @@ namespace {
 using testing::HasSubstr;
 using testing_models::module_of;
 using testing_models::parameter;
-
-double rms(const at::Tensor& t) { return t.detach().square().mean().sqrt().item<double>(); }
+using testing_unit_scale::rms;
 
 struct Case {
   std::string name, op;

@@ -20,7 +20,7 @@ std::vector<Node*> adds_of(const Graph& graph) {
   return adds;
 }
 
-ResidualAnalysis analyse(const Graph& graph) {
+ResidualAnalysis analyze(const Graph& graph) {
   return find_residual_adds(graph, adds_of(graph), [](const Node* node) { return node->is_op("aten::softmax"); });
 }
 
@@ -74,7 +74,7 @@ bool has_attention(const Graph& graph, const ResidualAdd& branch, const std::vec
 
 void expect_as_defined(const Graph& graph) {
   const Definition definition(graph);
-  const ResidualAnalysis found = analyse(graph);
+  const ResidualAnalysis found = analyze(graph);
   std::vector<ResidualAdd> expected;
   for (Node* add : adds_of(graph)) {
     Value* l = add->input(0);
@@ -139,25 +139,25 @@ TEST(Residual, FindsMoreAddsThanFitOneSweep) {
 TEST(Residual, IsNotFoundWhereTwoBranchesMeet) {
   const Graph graph = parse_graph(R"(graph { %x = placeholder "x" %a = aten::relu(%x) %b = aten::neg(%x)
     %s = aten::add.Tensor(%a, %b) output(%s) })");
-  EXPECT_TRUE(analyse(graph).adds.empty());
+  EXPECT_TRUE(analyze(graph).adds.empty());
 }
 
 TEST(Residual, IsNotFoundWhereAValueIsAddedToItself) {
   const Graph graph = parse_graph(R"(graph { %x = placeholder "x" %s = aten::add.Tensor(%x, %x) output(%s) })");
-  EXPECT_TRUE(analyse(graph).adds.empty());
+  EXPECT_TRUE(analyze(graph).adds.empty());
 }
 
 TEST(Residual, DoesNotTakeAShapeForADependency) {
   const Graph graph = parse_graph(R"(graph { %x = placeholder "x" %n = aten::randn_like(%x)
     %s = aten::add.Tensor(%x, %n) output(%s) })");
-  EXPECT_TRUE(analyse(graph).adds.empty());
+  EXPECT_TRUE(analyze(graph).adds.empty());
 }
 
 TEST(Residual, SeesAttentionOnlyOnTheBranchItself) {
   const Graph graph = parse_graph(R"(graph { %x = placeholder "x" %m = placeholder "memory"
     %gate = aten::softmax.int(%m, -1) %f = aten::mul.Tensor(%x, %gate) %s = aten::add.Tensor(%x, %f)
     %g = aten::softmax.int(%s, -1) %t = aten::add.Tensor(%g, %s) output(%t) })");
-  const auto found = analyse(graph);
+  const auto found = analyze(graph);
   ASSERT_EQ(found.adds.size(), 2u);
   EXPECT_FALSE(found.adds[0].attention);
   EXPECT_TRUE(found.adds[1].attention);
@@ -166,7 +166,7 @@ TEST(Residual, SeesAttentionOnlyOnTheBranchItself) {
 TEST(Residual, SeesNoAttentionOfALayerOnABranchAroundTheLayer) {
   const Graph graph = parse_graph(R"(graph { %x = placeholder "x" %u = aten::relu(%x) %a = aten::softmax.int(%u, -1)
     %s = aten::add.Tensor(%u, %a) %t = aten::add.Tensor(%x, %s) output(%t) })");
-  const auto found = analyse(graph);
+  const auto found = analyze(graph);
   ASSERT_EQ(found.adds.size(), 2u);
   EXPECT_TRUE(found.adds[0].attention);
   EXPECT_FALSE(found.adds[1].attention);
@@ -187,7 +187,7 @@ TEST(Residual, IsFoundInAHundredThousandNodes) {
     chain.push_back(z);
   }
   graph.output({chain.back()});
-  EXPECT_EQ(analyse(graph).adds.size(), residual);
+  EXPECT_EQ(analyze(graph).adds.size(), residual);
 }
 
 }  // namespace

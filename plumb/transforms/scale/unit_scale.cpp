@@ -14,6 +14,7 @@
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/equivalents.h"
+#include "plumb/transforms/scale/experts.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
 #include "plumb/transforms/vocabulary/split_vocabulary.h"
@@ -156,7 +157,10 @@ class UnitScaler {
 
   // Why a node that has an equivalent is left alone; nothing if it is to be replaced.
   std::optional<std::string> obstacle(const Node* node, const Equivalent& equivalent) const {
-    if (auto why = equivalent.recurrent ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
+    if (auto why = equivalent.recurrent ? recurrent_obstacle(node, module_.state())
+                   : equivalent.experts ? experts_obstacle(node, module_.state())
+                                        : why_not(node))
+      return why;
     if (!differentiable_.contains(node)) return "no gradient flows through it";
     for (std::string_view argument : equivalent.weights) {
       const Arg* arg = node->try_arg(argument);
@@ -200,14 +204,8 @@ class UnitScaler {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
-      if (equivalent->recurrent) {
-        const auto& input = node->input(0)->meta();
-        const bool free = input && !input->symbols.empty();
-        recurrent_.emplace_back(node, scale_recurrent(module_, node, steps_of(node)));
-        report_.add(ReportKind::Replaced, node, node->target(), node->target(),
-                    std::string("with unit-scaled weights, states and outputs") +
-                        (free ? "; its sizes are free, and its factors are those of the example's sizes" : ""));
-        changed_ = true;
+      if (equivalent->recurrent || equivalent->experts) {
+        put_factors_around(node, equivalent->recurrent);
         continue;
       }
       Node* made;
@@ -224,6 +222,18 @@ class UnitScaler {
       changed_ = true;
     }
     roles_.moved(replaced);
+  }
+
+  void put_factors_around(Node* node, bool recurrent) {
+    const auto& input = node->input(0)->meta();
+    const bool free = input && !input->symbols.empty();
+    surrounded_.emplace_back(node,
+                             recurrent ? scale_recurrent(module_, node, steps_of(node)) : scale_experts(module_, node));
+    report_.add(ReportKind::Replaced, node, node->target(), node->target(),
+                std::string(recurrent ? "with unit-scaled weights, states and outputs"
+                                      : "with unit-scaled matrices and outputs, for groups of as many rows each") +
+                    (free ? "; its sizes are free, and its factors are those of the example's sizes" : ""));
+    changed_ = true;
   }
 
   void report_without_equivalent(const Node* node) {
@@ -305,9 +315,10 @@ class UnitScaler {
         for (size_t k = 0; k < node->num_inputs(); ++k) before_residual.insert(node->input(k)->producer());
       }
     }
-    for (const auto& [node, grad_input] : recurrent_) {
+    for (const auto& [node, grad_input] : surrounded_) {
       if (before_residual.contains(node)) continue;
-      const std::string input = node->try_arg("data") ? "data" : "input";
+      const std::string_view rows = node->facts().contraction.operands[0].argument;
+      const std::string_view input = !rows.empty() ? rows : node->try_arg("data") ? "data" : "input";
       if (!node->arg(input).is_value()) continue;
       Value* value = node->arg(input).value();
       node->set_arg(input,
@@ -350,7 +361,8 @@ class UnitScaler {
   std::unordered_map<const Node*, std::string> computed_;
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;
-  std::vector<std::pair<Node*, double>> recurrent_;  // and the scale of the gradient at its input
+  std::vector<std::pair<Node*, double>>
+      surrounded_;  // nodes with factors around them, and the scale of the gradient at its input
 };
 
 const RegisterTransform unit_scale_pass{

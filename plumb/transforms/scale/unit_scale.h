@@ -8,8 +8,9 @@
 //   1. operators in `replace` become what is given there, first as the program wrote them, then as later stages see
 //      them (addmm, then linear); what is found nowhere is reported;
 //   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm, dropout, cross_entropy,
-//      mse_loss, add and scaled_dot_product_attention become plumb::* operators; recurrent layers and cells stay what
-//      they are, with factors around them (recurrent.h);
+//      mse_loss, add and scaled_dot_product_attention become plumb::* operators; recurrent layers and cells, and
+//      products of groups of rows by a matrix each, stay what they are, with factors around them (recurrent.h,
+//      experts.h);
 //   3. an add of which one operand is computed from the other is residual: plumb::residual_split at the skip, and
 //      plumb::residual_add with weight tau. Numbers from 2^-12 to 2^12 that weight its operands, as in 2 * x + f(x),
 //      and alpha are taken into tau. Only uses on the residual branch see the split's branch side. (Two branches of one

@@ -268,7 +268,7 @@ TEST(UnitScale, PutsAddmmBackToALinear) {
 
 // --- parameters
 
-TEST(UnitScale, TrainsWithTheScaledOptimisersAsItIs) {
+TEST(UnitScale, TrainsWithTheScaledOptimizersAsItIs) {
   at::manual_seed(0);
   auto scaled = unit_scale(gpt());
   optim::AdamW optimizer(scaled->parameters(), torch::optim::AdamWOptions(0.1));

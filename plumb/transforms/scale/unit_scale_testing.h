@@ -21,6 +21,9 @@ inline std::string after_scaling(const std::string& text, State state = {}, cons
   return to_string(module->graph());
 }
 
+// Returns the root of the mean square.
+inline double rms(const at::Tensor& t) { return t.detach().square().mean().sqrt().item<double>(); }
+
 inline std::string same(const std::string& text) { return to_string(parse_graph(text)); }
 
 inline State with(std::initializer_list<std::pair<const char*, std::vector<int64_t>>> parameters) {

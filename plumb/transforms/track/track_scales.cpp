@@ -75,7 +75,7 @@ template <class AddSlot>
 bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_slot, Report& report,
                      bool every_type = false) {
   Graph& graph = module.graph();
-  UninitialisedMemory memory;
+  UninitializedMemory memory;
   const std::set<const Value*> choosing = choosing_inputs(graph);
   bool changed = false;
   for (Node* node : graph.nodes()) {

@@ -238,7 +238,7 @@ class _Forward:
         if replace:
             stack.enter_context(replaced(replace))
         stack.enter_context(torch_patches.forced_eager())
-        stack.enter_context(torch_patches.unoptimised_scripts(modules))
+        stack.enter_context(torch_patches.unoptimized_scripts(modules))
         answers = {**self.settings, "is_grad_enabled": self.grad_mode}
         self.asks_settings = stack.enter_context(watched_settings(answers))
         self.asks_layout = stack.enter_context(watched_tensors(self.one_graph, self.grad_mode, self.asks_settings))

@@ -184,7 +184,7 @@ def uncached_parametrizations() -> ContextManager:
 
 
 @contextlib.contextmanager
-def unoptimised_scripts(modules: Modules) -> Iterator[None]:
+def unoptimized_scripts(modules: Modules) -> Iterator[None]:
     """Scripted code runs operator by operator, not as functions with a backward of their own."""
     for _, sub in modules:
         if isinstance(sub, torch.jit.ScriptModule) and hasattr(getattr(sub, "forward", None), "_debug_flush_compilation_cache"):

@@ -163,7 +163,7 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Mar
 
 
 class PipeSequential(nn.Sequential):
-    """A sequence with a mark between any two neighbours: one stage a module."""
+    """A sequence with a mark between any two neighbors: one stage a module."""
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:

@@ -58,7 +58,7 @@ def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> In
     for stage in stages:
         if _overrides(stage, ["_prepare_forward_infra"]):
             stage._prepare_forward_infra(len(arg_mbs), arg_mbs[0], kwarg_mbs[0], train)
-            _check_neighbours(stage)
+            _check_neighbors(stage)
         if train and _overrides(stage, ["_prepare_backward_infra"]):
             stage._prepare_backward_infra(len(arg_mbs))
         if own := _overrides(stage, _MESSAGES):
@@ -74,13 +74,13 @@ def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> In
     return refused
 
 
-def _check_neighbours(stage: Any) -> None:
-    """Refuses a stage that describes messages to others than its neighbours: the table knows only these."""
+def _check_neighbors(stage: Any) -> None:
+    """Refuses a stage that describes messages to others than its neighbors: the table knows only these."""
     index = stage.stage_index
     sources = {getattr(info, "source", None) for info in getattr(stage, "args_recv_info", {}).get(0, ())}
     targets = {target for some in getattr(stage, "act_send_info", {}).values() for target in some}
-    for what, others, neighbour in (("receives from", sources, index - 1), ("sends to", targets, index + 1)):
-        if far := sorted(others - {neighbour, None}):
+    for what, others, neighbor in (("receives from", sources, index - 1), ("sends to", targets, index + 1)):
+        if far := sorted(others - {neighbor, None}):
             raise InvalidSchedule(
                 f"stage {index} {what} stages {far}, and this schedule has adjacent-stage communication only",
                 remedy="pipeline(...), whose stages send values to wherever they are used",
