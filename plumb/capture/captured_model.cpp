@@ -25,6 +25,22 @@ std::string signature_of(const torch::nn::Module& model, const std::vector<at::T
   return key.str();
 }
 
+void check_same_tensors(const torch::nn::Module& model, const State& captured) {
+  const auto refuse = [](const std::string& name) {
+    throw Error(ErrorKind::InvalidState,
+                "the model's '" + name + "' is another tensor than when it was captured: its graphs have the old one",
+                name, "make a new CapturedModel, and an optimizer of its parameters(); or copy_() the values");
+  };
+  const State now = state_of(model);
+  for (const Attr& attr : now) {
+    const Attr* then = captured.find(attr.name);
+    if (!then || !then->tensor.is_same(attr.tensor)) refuse(attr.name);
+  }
+  for (const Attr& attr : captured) {
+    if (!now.contains(attr.name)) refuse(attr.name);
+  }
+}
+
 void share_state(const GraphModule& from, GraphModule& to) {
   std::vector<std::pair<std::string, at::Tensor>> own;
   for (const Attr& attr : from.state()) {

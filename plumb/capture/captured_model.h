@@ -25,8 +25,13 @@ std::string signature_of(const torch::nn::Module& model, const std::vector<at::T
 // Gives `to` the parameters and buffers of `from` that have the same names, so that both train the same tensors.
 void share_state(const GraphModule& from, GraphModule& to);
 
+// Throws Error(InvalidState), naming it, if a parameter or buffer of the model is another tensor than in `captured`.
+void check_same_tensors(const torch::nn::Module& model, const State& captured);
+
 // `M` as capture() takes it: a torch::nn::ModuleHolder or a shared_ptr. All graphs share the parameters and buffers of
-// the first; without a transform these are the model's own. Not for several threads at once.
+// the first; without a transform these are the model's own. They are those that the model has at the first call: one
+// that is exchanged later (replace_module(), a new tensor in a buffer's place) is refused by name. Not for several
+// threads at once.
 template <typename M>
 class CapturedModel {
  public:
@@ -36,16 +41,18 @@ class CapturedModel {
   explicit CapturedModel(M model, Transform transform = {})
       : model_(std::move(model)), transform_(std::move(transform)) {}
 
-  // Returns the graph for inputs like these: the one there is, or one captured now. Throws what capture() throws, and
-  // Error(InvalidArgument) for a transform that returns null.
+  // Returns the graph for inputs like these: the one there is, or one captured now. Throws what capture() and
+  // check_same_tensors() throw, and Error(InvalidArgument) for a transform that returns null.
   template <typename... Tensors>
   std::shared_ptr<GraphModule> graph(const Tensors&... inputs) {
-    const std::string key = signature_of(capture_detail::module_of(model_), {inputs...});
+    const torch::nn::Module& module = capture_detail::module_of(model_);
+    if (first_) check_same_tensors(module, state_);
+    const std::string key = signature_of(module, {inputs...});
     if (const auto* known = graphs_.find(key)) return *known;
     auto made = capture(model_, inputs...);
     if (transform_) made = transform_(made);
     if (!made) throw Error(ErrorKind::InvalidArgument, "the transform of a CapturedModel has returned null");
-    if (!first_) first_ = made;
+    if (!first_) state_ = state_of(module), first_ = made;
     if (made != first_) share_state(*first_, *made);
     return graphs_.add(key, made);
   }
@@ -66,6 +73,7 @@ class CapturedModel {
  private:
   M model_;
   Transform transform_;
+  State state_;  // the model's at the first capture
   std::shared_ptr<GraphModule> first_;
   GraphStore<std::string, std::shared_ptr<GraphModule>> graphs_{64};
 };

@@ -1,8 +1,11 @@
 #include "plumb/capture/captured_model.h"
 
 #include <ATen/autocast_mode.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -89,6 +92,25 @@ TEST(CapturedModel, GraphsOfATransformShareTheFirstsParameters) {
     EXPECT_TRUE(partial->parameters()[i].is_same(captured.parameters()[i]));
     EXPECT_TRUE(at::equal(partial->parameters()[i], net->parameters()[i] * 2));
   }
+}
+
+TEST(CapturedModel, RefusesByNameATensorThatTheModelHasExchanged) {
+  struct Net : torch::nn::Module {
+    Net() : layer(register_module("layer", torch::nn::Linear(4, 4))) {}
+    at::Tensor forward(at::Tensor x) { return layer(x); }
+    torch::nn::Linear layer;
+  };
+  auto net = std::make_shared<Net>();
+  CapturedModel captured(net);
+  const at::Tensor x = torch::ones({2, 4});
+  captured(x);
+  {
+    const at::NoGradGuard no_grad;
+    net->layer->weight.mul_(2);
+  }
+  EXPECT_TRUE(at::equal(captured(x), net->forward(x)));
+  net->layer = net->replace_module("layer", torch::nn::Linear(4, 4));
+  EXPECT_THAT(message_of([&] { captured(x); }), testing::HasSubstr("'layer.weight' is another tensor"));
 }
 
 }  // namespace
