@@ -5,8 +5,12 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <functional>
 #include <sstream>
+#include <string_view>
 #include <typeinfo>
+
+#include "plumb/operators/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -31,6 +35,7 @@ CallRecorder::CallRecorder(const CaptureRequest& r, ModuleStateGuard& module_sta
   for (const Attr& attr : request.state) {
     attributes.push_back(attr);
     attribute_values.push_back(-1);
+    seen.leave_out(attr.tensor);
     // A tied tensor keeps the number of its first name.
     if (!attr.tensor.defined() || values.find_object(attr.tensor) >= 0) continue;
     const int value = values.add(attr.tensor, RecordedValue::Attribute);
@@ -91,6 +96,10 @@ int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
     refuse(reader + " uses memory that an assignment to .data took from its tensor, or that both share since",
            "clone() what is used later, or write with .data.copy_()");
   }
+  if (seen.has_changed(t)) {
+    refuse(reader + " reads memory that was written outside of torch's sight, by an accessor, a raw pointer or numpy",
+           "write it with torch operators, or fill it before the forward and keep it in a buffer");
+  }
   const ValueTable::Found found = values.find(t);
   std::string function;
   if (is_custom_function(t, function) && (found.value < 0 || values[found.value].grad_fn != node_of(t))) {
@@ -149,6 +158,7 @@ int CallRecorder::add_constant(const at::Tensor& tensor, const std::string& read
 int CallRecorder::constant_copy(const at::Tensor& t) { return add_attribute(t.detach().clone()); }
 
 int CallRecorder::add_attribute(const at::Tensor& constant) {
+  seen.leave_out(constant);
   const int value = values.add(constant, RecordedValue::Attribute);
   values[value].attribute = static_cast<int>(attributes.size());
   values[value].from_constants = true;
@@ -165,6 +175,7 @@ void CallRecorder::add_input(const at::Tensor& fed, const at::Tensor& given) {
   values.bind(fed, value);
   input_values.push_back(value);
   this->fed.push_back(fed);
+  seen.leave_out(fed);
 }
 
 RecordedArg CallRecorder::argument(const c10::IValue& v, const std::string& reader, bool& from_constants) {
@@ -215,6 +226,8 @@ void CallRecorder::bind_result(Record& record, const at::Tensor& t, bool from_co
   values[value].from_constants = from_constants;
   if (record.dynamic && t.defined() && t.dim() > 0) any_dynamic = values[value].dynamic = true;
   if (t.defined()) values.bind(t, value);
+  // Memory that no operator has written has a check of its own (refuse_unwritten_reads).
+  if (!operator_facts(record.op.schema().name()).uninitialised) seen.see(t);
   record.results.push_back(value);
 }
 
@@ -355,6 +368,37 @@ void StaleMemory::before_write(const at::Tensor& tensor) {
 
 bool StaleMemory::contains(const at::Tensor& tensor) const {
   return !stale_.empty() && tensor.has_storage() && stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
+}
+
+namespace {
+
+// Returns a hash of the whole memory that the tensor is a part of.
+size_t hash_of_memory(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  return std::hash<std::string_view>()({static_cast<const char*>(storage.data()), storage.nbytes()});
+}
+
+}  // namespace
+
+void SeenMemory::leave_out(const at::Tensor& tensor) {
+  if (tensor.defined() && tensor.has_storage()) left_out_.insert(tensor.storage().unsafeGetStorageImpl());
+}
+
+void SeenMemory::see(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.requires_grad() || !tensor.has_storage() || !tensor.is_cpu()) return;
+  const auto* memory = tensor.storage().unsafeGetStorageImpl();
+  if (tensor.layout() != at::kStrided || !tensor.storage().data() || left_out_.contains(memory)) return;
+  seen_.insert_or_assign(memory, Seen{memory_of(tensor), hash_of_memory(tensor)});
+}
+
+void SeenMemory::before_write(const at::Tensor& tensor) {
+  if (tensor.has_storage()) seen_.erase(tensor.storage().unsafeGetStorageImpl());
+}
+
+bool SeenMemory::has_changed(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  const auto it = seen_.find(tensor.storage().unsafeGetStorageImpl());
+  return it != seen_.end() && it->second.hash != hash_of_memory(tensor);
 }
 
 }  // namespace plumb

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <variant>
 #include <vector>
 
@@ -144,6 +145,29 @@ class StaleMemory {
   std::unordered_map<const c10::StorageImpl*, std::vector<Weak>> twins_;
 };
 
+// The CPU memory that operators made for results without a gradient, to notice that a program writes it outside of
+// torch's sight, by accessor or raw pointer. (Written so, a result with a gradient has a wrong one in eager mode, too.)
+class SeenMemory {
+ public:
+  // Memory that no operator has made, parameters say, is not looked at: it may be large.
+  void leave_out(const at::Tensor& tensor);
+  // Keeps a hash of the tensor's memory as it is now.
+  void see(const at::Tensor& tensor);
+  // Called before this tensor's memory is written in sight.
+  void before_write(const at::Tensor& tensor);
+  // Returns whether the memory is another one than when it was seen last.
+  bool has_changed(const at::Tensor& tensor) const;
+
+ private:
+  // A weak reference keeps the address from being used again.
+  struct Seen {
+    c10::weak_intrusive_ptr<c10::StorageImpl> keep;
+    size_t hash;
+  };
+  std::unordered_map<const c10::StorageImpl*, Seen> seen_;
+  std::unordered_set<const c10::StorageImpl*> left_out_;
+};
+
 class CallRecorder {
  public:
   CallRecorder(const CaptureRequest& request, ModuleStateGuard& module_state);
@@ -193,6 +217,7 @@ class CallRecorder {
   const CaptureRequest& request;
   ValueTable values;
   StaleMemory stale;
+  SeenMemory seen;
   std::vector<Record> records;
   std::vector<Attr> attributes;                  // attributes of the state, then constants
   size_t num_state = 0;                          // how many of them came with the request

@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/types.h>
 
 #include "tests/message_of.h"
 
@@ -99,6 +100,35 @@ TEST(CallRecorder, RefusesNamingModuleAndLine) {
               HasSubstr("it branches\n  at: layers.0 (net.py:3"));
   EXPECT_TRUE(r.recorder.refused_in_library);
   EXPECT_EQ(r.recorder.refusal->kind(), ErrorKind::DataDependent);
+}
+
+// Captures a function of a [2, 2] tensor, and holds a replay against it. Returns the text of the error, if any.
+std::string verified(const std::function<at::Tensor(at::Tensor)>& function) {
+  torch::nn::Module none;
+  return message_of([&] { capture_call(none, function, {.verify = true}, at::rand({2, 2})); });
+}
+
+at::Tensor filled_by_accessor(at::Tensor made) {
+  made.accessor<float, 2>()[0][1] = 3;
+  return made;
+}
+
+TEST(SeenMemory, OfTheResultOfAnOperatorIsNotToBeWrittenByAnAccessor) {
+  const auto refused = HasSubstr("written outside of torch's sight");
+  EXPECT_THAT(verified([](at::Tensor x) { return x * filled_by_accessor(at::zeros({2, 2})); }), refused);
+  EXPECT_THAT(verified([](at::Tensor x) { return x * filled_by_accessor(at::ones_like(x)).t(); }), refused);
+  EXPECT_THAT(verified([](at::Tensor x) { return filled_by_accessor(x.detach() * 2); }), refused) << "an output";
+}
+
+TEST(SeenMemory, MayBeWrittenByOperators) {
+  EXPECT_EQ(verified([](at::Tensor x) {
+              at::Tensor mask = at::zeros({2, 2});
+              mask.select(0, 1).fill_(2);
+              mask.view({-1}).detach().mul_(3);
+              return x * mask + mask.t();
+            }),
+            "no error");
+  EXPECT_EQ(verified([](at::Tensor x) { return x * torch::tensor({{1.F, 2.F}}); }), "no error");
 }
 
 }  // namespace

@@ -195,6 +195,7 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
     if (!t.defined() || !t.has_storage()) return;
     recorder.values.mark_written(t);
     recorder.stale.before_write(t);
+    recorder.seen.before_write(t);
     module_state_.before_write(t);
   };
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -359,7 +360,15 @@ void Session::record_call(Call& call) {
     if (call.op.hasTag(at::Tag::nondeterministic_seeded)) call.from_constants = false;
     before_write(call.op, *call.stack);
     const OperatorFacts& facts = operator_facts(call.name);
-    if (facts.opaque || facts.name.empty()) module_state_.note_backward();  // nobody sees what runs in it
+    if (facts.opaque || facts.name.empty()) {  // nobody sees what runs in it, or what it writes
+      module_state_.note_backward();
+      for (const c10::IValue& argument : args) {
+        any_tensor(argument, [&](const at::Tensor& t) {
+          recorder.seen.before_write(t);
+          return false;
+        });
+      }
+    }
     record.dynamic = guards.results_have_dynamic_sizes(call.op, call.name, record.args, args, call.from_constants);
     if (!call.composite) {
       if (attempt.mode.skip_compute && !call.from_constants && fake_result(call.op, call.name, call.stack))
