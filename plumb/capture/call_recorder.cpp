@@ -28,6 +28,11 @@ bool is_custom_function(const at::Tensor& t, std::string& name) {
   return true;
 }
 
+// Returns whether the tensor shows memory that somebody else owns, as torch::from_blob() without a deleter makes it.
+bool borrows_memory(const at::Tensor& t) {
+  return t.has_storage() && t.storage().data() && !t.storage().data_ptr().get_context();
+}
+
 }  // namespace
 
 CallRecorder::CallRecorder(const CaptureRequest& r, ModuleStateGuard& module_state)
@@ -144,12 +149,19 @@ void CallRecorder::cut_off_data(const at::Tensor& t, RecordedArg& arg) {
 }
 
 int CallRecorder::add_constant(const at::Tensor& tensor, const std::string& reader) {
-  const int value = add_attribute(tensor);
-  values.bind(tensor, value);
-  module_state_.watch(values[value].attribute, tensor);
+  const bool borrowed = borrows_memory(tensor);
+  int value = borrowed ? constant_copy(tensor) : add_attribute(tensor);
   std::ostringstream text;
-  text << "constant " << attributes.back().name << ": a " << tensor.scalar_type() << tensor.sizes()
-       << " tensor made outside of the forward, first used by " << reader;
+  text << "constant " << attributes.back().name << ": a " << tensor.scalar_type() << tensor.sizes();
+  if (borrowed) {
+    // The forward may have made it (torch::from_blob of a vector), and its memory may be gone in the next run.
+    value = emit("aten::clone", {RecordedArg{value}, RecordedArg{c10::IValue()}}, tensor, true);
+    text << " copy of memory that no tensor owns, first used by " << reader;
+  } else {
+    values.bind(tensor, value);
+    module_state_.watch(values[value].attribute, tensor);
+    text << " tensor made outside of the forward, first used by " << reader;
+  }
   const std::string at = where();
   note(text.str() + (at.empty() ? "" : " at " + at));
   return value;

@@ -131,5 +131,20 @@ TEST(SeenMemory, MayBeWrittenByOperators) {
   EXPECT_EQ(verified([](at::Tensor x) { return x * torch::tensor({{1.F, 2.F}}); }), "no error");
 }
 
+TEST(CallRecorder, CopiesWhatTheForwardMakesOfMemoryOfItsOwn) {
+  const auto forward = [](at::Tensor x) {
+    std::vector<float> row{1, 2};
+    const at::Tensor made = torch::from_blob(row.data(), {2}).mul_(3);
+    const at::Tensor y = x * made;
+    row = {7, 7};  // as memory that is given back has other values
+    return y;
+  };
+  torch::nn::Module none;
+  std::vector<std::string> notes;
+  const auto graph = capture_call(none, forward, {.notes = &notes}, at::ones({2}));
+  for (int run = 0; run < 2; ++run) EXPECT_TRUE(at::equal((*graph)(at::ones({2})), at::tensor({3.F, 6.F})));
+  EXPECT_THAT(notes, ElementsAre(HasSubstr("copy of memory that no tensor owns")));
+}
+
 }  // namespace
 }  // namespace plumb
