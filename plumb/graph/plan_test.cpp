@@ -177,6 +177,26 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   EXPECT_EQ(m.state().get("scale").tensor.item<float>(), 1);
 }
 
+TEST(GraphModule, ACopyOfTensorsThatOverlapHasTensorsThatOverlap) {
+  const at::Tensor flat = at::arange(12.), apart = at::arange(2.);
+  State state;
+  state.add({"row", AttrKind::Parameter, flat.slice(0, 3, 9).requires_grad_()});
+  state.add({"table", AttrKind::Buffer, flat.slice(0, 3, 9).view({2, 3}).t().detach()});
+  state.add({"rest", AttrKind::Buffer, flat.slice(0, 10, 12)});
+  state.add({"apart", AttrKind::Buffer, apart});
+  const State copy = state.deep_copy();
+  for (const Attr& attr : state) {
+    const at::Tensor& twin = copy.get(attr.name).tensor;
+    EXPECT_TRUE(at::equal(twin, attr.tensor) && twin.sizes() == attr.tensor.sizes()) << attr.name;
+    EXPECT_EQ(twin.requires_grad(), attr.tensor.requires_grad()) << attr.name;
+    EXPECT_FALSE(twin.is_alias_of(attr.tensor)) << attr.name;
+  }
+  copy.get("row").tensor.detach().fill_(7);
+  EXPECT_TRUE(at::equal(copy.get("table").tensor, at::full({3, 2}, 7.)));
+  EXPECT_TRUE(at::equal(copy.get("rest").tensor, at::arange(10., 12.)));
+  EXPECT_TRUE(at::equal(flat, at::arange(12.)));
+}
+
 TEST(GraphModule, TakesAnotherBufferAndLeavesTheOneThatOthersHold) {
   State state;
   state.add({"scale", AttrKind::Buffer, at::full({}, 2.0f)});
