@@ -338,3 +338,42 @@ def test_a_unit_scaled_recurrent_cell_written_by_hand_keeps_its_state(cell):
     steps, scaled = torch.randn(40, 32, 16), unit_scale(Cell())
     assert 0.1 < scaled(steps).std() < 1
     assert scaled(steps[:2]).std() > 0.1
+
+
+class Neighbors(nn.Module):
+    """A graph of nearest neighbors, as networks on points make one from their features."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.edges = nn.Conv1d(3, 8, 1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.features(x)
+        squares = (x**2).sum(1, keepdim=True)
+        near = (2 * torch.matmul(x.mT, x) - squares - squares.mT).topk(4, dim=-1)[1]
+        x = x.mT
+        beside = torch.stack([rows[i] for rows, i in zip(x, near, strict=True)])
+        return self.edges(torch.cat([beside - x[:, :, None], beside], -1)).amax(2), x, near
+
+
+def test_nearest_neighbors_are_those_of_the_distances():
+    _, x, near = unit_scale(Neighbors())(torch.randn(2, 3, 64))
+    truly = torch.cdist(x, x).topk(4, dim=-1, largest=False)[1]
+    assert torch.equal(near.sort(-1)[0], truly.sort(-1)[0])
+
+
+class Levels(nn.Module):
+    """A finite scalar quantization to five levels, from -2 to 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("most", torch.full((4,), 2.0))
+
+    def forward(self, x):
+        bounded = torch.tanh(self.linear(3 * x)) * self.most
+        return bounded + (bounded.round() - bounded).detach()
+
+
+def test_levels_of_a_quantizer_stay_within_its_range():
+    assert unit_scale(Levels())(torch.randn(256, 4)).abs().max() < 2.001

@@ -1,5 +1,6 @@
 #include "plumb/transforms/scale/equivalents.h"
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -123,16 +124,19 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   return t->result();
 }
 
-// Returns a node that reads a probability or a cosine by its range, with views, picked entries, numbers and powers
-// between them; null if there is none. One minus a probability is the other outcome's. `is_sigmoid`: the graph's output
-// counts as such a reader, and so does a product, of which a gate lets a share through: a state that goes through one
-// step by step would grow with every step.
-const Node* reader_of_range(const Value* value, bool is_sigmoid) {
+// Returns a node that reads a probability or a cosine by its range, with views, picked entries, powers, and numbers or
+// tensors without a gradient between them; null if there is none. One minus a probability is the other outcome's, and
+// what is rounded is a level or a count. `is_sigmoid`: the graph's output counts as such a reader, and so does a
+// product, of which a gate lets a share through: a state that goes through one step by step would grow with every step.
+const Node* reader_of_range(const Value* value, bool is_sigmoid, const NodeSet& differentiable) {
   static const std::set<std::string_view> readers = {"aten::binary_cross_entropy",
                                                      "aten::bernoulli",
                                                      "aten::bernoulli_",
                                                      "aten::clamp",
                                                      "aten::clip",
+                                                     "aten::ceil",
+                                                     "aten::floor",
+                                                     "aten::round",
                                                      "aten::logit",
                                                      "aten::log1p",
                                                      "aten::acos",
@@ -141,11 +145,13 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid) {
                                                      "aten::rsub"};
   // With a number that is not zero: a probability less one, or whether it is above a half.
   static const std::set<std::string_view> against = {"aten::sub", "aten::gt", "aten::ge", "aten::lt", "aten::le"};
-  static const std::set<std::string_view> maps = {"aten::mul", "aten::div",    "aten::neg",
-                                                  "aten::pow", "aten::square", "aten::sum"},
+  static const std::set<std::string_view> maps = {"aten::mul",    "aten::div", "aten::add",    "aten::sub",
+                                                  "aten::neg",    "aten::pow", "aten::square", "aten::sum",
+                                                  "aten::cumsum", "aten::flip"},
                                           picks = {"aten::gather", "aten::index", "aten::index_select"},
                                           gated = {"aten::mul", "aten::lerp", "aten::addcmul"};
   std::vector<Use> open;  // the next one last; a chain may be longer than the stack is deep
+  const auto carries = [&](const Value* input) { return differentiable.contains(input->producer()); };
   const auto follow = [&](const Value* next) { open.insert(open.end(), next->uses().rbegin(), next->uses().rend()); };
   for (follow(value); !open.empty();) {
     const Use use = open.back();
@@ -155,9 +161,9 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid) {
     if (readers.count(use.user->op_name())) return use.user;
     if (against.count(use.user->op_name()) && number_of(use.user->arg("other")).value_or(0) != 0) return use.user;
     if (is_sigmoid && gated.count(use.user->op_name()) && use.user->inputs().size() > 1) return use.user;
-    const bool by_number = maps.count(use.user->op_name()) && use.user->inputs().size() == 1;
+    const bool mapped = maps.count(use.user->op_name()) && std::ranges::count_if(use.user->inputs(), carries) == 1;
     const bool picked = use.index == 0 && picks.count(use.user->op_name());
-    if (!by_number && !picked && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;
+    if (!mapped && !picked && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;
     for (const Value* result : use.user->results() | std::views::reverse) follow(result);
   }
   return nullptr;
@@ -174,7 +180,7 @@ const Equivalent* find_equivalent(const Node* node) { return find_in(tables().of
 
 const Equivalent* find_unit_scaled(const Node* node) { return find_in(tables().scaled, node); }
 
-std::optional<std::string> why_not(const Node* node) {
+std::optional<std::string> why_not(const Node* node, const NodeSet& differentiable) {
   const std::string_view name = node->op_name();
   if (node->target().ends_with(".out") || node->target().ends_with("_out")) return "it writes into a given tensor";
   if (node->target() == "aten::softmax.Dimname") return "it names its dimension";
@@ -203,7 +209,7 @@ std::optional<std::string> why_not(const Node* node) {
   if (name == "aten::sigmoid" || name == "aten::tanh" || name == "aten::softmax" || name == "aten::_softmax") {
     // A model that returns a sigmoid returns a probability, a place in a picture and the like, which its loss takes as
     // such.
-    const Node* reader = reader_of_range(node->result(), name == "aten::sigmoid");
+    const Node* reader = reader_of_range(node->result(), name == "aten::sigmoid", differentiable);
     if (reader != nullptr)
       return reader->is_call() ? std::string(reader->op_name()) + " reads it by its range" : "the model returns it";
   }

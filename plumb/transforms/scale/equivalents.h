@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plumb/graph/graph.h"
+#include "plumb/graph/node_set.h"
 
 namespace plumb {
 
@@ -32,8 +33,9 @@ const Equivalent* find_unit_scaled(const Node* node);
 // Returns the sizes of an argument, where it is a tensor whose sizes are known.
 std::optional<std::vector<int64_t>> sizes_of_argument(const Node* node, std::string_view name);
 
-// Returns why this call cannot be replaced although its operator can; nullopt if it can.
-std::optional<std::string> why_not(const Node* node);
+// Returns why this call cannot be replaced although its operator can; nullopt if it can. `differentiable`: the nodes
+// that a gradient can flow through.
+std::optional<std::string> why_not(const Node* node, const NodeSet& differentiable);
 
 // Inserts the equivalent before the node, with its arguments; the caller replaces the node's uses.
 Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equivalent);

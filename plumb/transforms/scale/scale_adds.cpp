@@ -12,6 +12,7 @@
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/attention.h"
+#include "plumb/transforms/scale/choices.h"
 #include "plumb/transforms/scale/residual.h"
 
 namespace plumb {
@@ -135,11 +136,13 @@ NodeSet sums_that_cancel(const Graph& graph) {
 
 class AddScaler {
  public:
-  AddScaler(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report)
+  AddScaler(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, const NodeSet& choosing,
+            Report& report)
       : module_(module),
         graph_(module.graph()),
         options_(options),
         keep_(keep),
+        choosing_(choosing),
         report_(report),
         differentiable_(differentiable_nodes(graph_, module.state())) {}
 
@@ -252,6 +255,7 @@ class AddScaler {
     const bool left_flows = differentiable_.contains(left->producer());
     const bool right_flows = differentiable_.contains(right->producer());
     if (!left_flows && !right_flows) return "no gradient flows through it";
+    if (choosing_.contains(node)) return kOnlyChooses;
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
@@ -411,6 +415,7 @@ class AddScaler {
   Graph& graph_;
   const UnitScaleOptions& options_;
   const NodeSet& keep_;
+  const NodeSet& choosing_;
   Report& report_;
   const NodeSet differentiable_;
   std::unordered_map<Node*, Weights> weights_;
@@ -445,8 +450,9 @@ bool read_past_copies(GraphModule& module) {
   return changed;
 }
 
-ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report) {
-  return AddScaler(module, options, keep, report).run();
+ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep,
+                      const NodeSet& choosing, Report& report) {
+  return AddScaler(module, options, keep, choosing, report).run();
 }
 
 }  // namespace plumb

@@ -24,7 +24,9 @@ struct ScaledAdds {
   std::unordered_map<std::string, int64_t> depth_of;  // TauRule::Depth: residual layers, by parameter on a branch
 };
 
-// Adds in `keep` stay what they are. Every other add has an entry in the report.
-ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, Report& report);
+// Adds in `keep` stay what they are. Every other add has an entry in the report; those in `choosing` (choices.h) stay,
+// too.
+ScaledAdds scale_adds(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep,
+                      const NodeSet& choosing, Report& report);
 
 }  // namespace plumb

@@ -13,6 +13,7 @@
 #include "plumb/graph/passes/layouts.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/choices.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/experts.h"
 #include "plumb/transforms/scale/recurrent.h"
@@ -63,10 +64,12 @@ class UnitScaler {
     replace_by_users_map();
     report_unmatched();
     differentiable_ = differentiable_nodes(graph_, module_.state());
+    choosing_ = nodes_that_only_choose(graph_, module_.state());
     computed_ = computed_from_parameters(graph_, module_.state());
+    find_obstacles();
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
     replace_by_equivalents();
-    ScaledAdds adds = scale_adds(module_, options_, users_choice_, report_);
+    ScaledAdds adds = scale_adds(module_, options_, users_choice_, choosing_, report_);
     changed_ |= adds.changed;
     depth_of_ = std::move(adds.depth_of);
     unconstrain();
@@ -159,9 +162,10 @@ class UnitScaler {
   std::optional<std::string> obstacle(const Node* node, const Equivalent& equivalent) const {
     if (auto why = equivalent.recurrent ? recurrent_obstacle(node, module_.state())
                    : equivalent.experts ? experts_obstacle(node, module_.state())
-                                        : why_not(node))
+                                        : why_not(node, differentiable_))
       return why;
     if (!differentiable_.contains(node)) return "no gradient flows through it";
+    if (choosing_.contains(node)) return kOnlyChooses;
     for (std::string_view argument : equivalent.weights) {
       const Arg* arg = node->try_arg(argument);
       if (!arg || !arg->is_value()) continue;
@@ -176,6 +180,14 @@ class UnitScaler {
     return std::nullopt;
   }
 
+  // Asks before anything is replaced: an obstacle may be what follows from a node.
+  void find_obstacles() {
+    for (const Node* node : graph_.nodes()) {
+      const Equivalent* equivalent = find_equivalent(node);
+      if (auto why = equivalent ? obstacle(node, *equivalent) : std::nullopt) obstacles_.emplace(node->id(), *why);
+    }
+  }
+
   bool is_plain_tensor(const Node* attribute) const {
     const Attr* attr = module_.state().find(attribute->target());
     return attr && attr->kind == AttrKind::Constant;
@@ -184,7 +196,7 @@ class UnitScaler {
   const Equivalent* becomes(const Node* node) const {
     if (users_choice_.contains(node)) return find_unit_scaled(node);
     const Equivalent* equivalent = find_equivalent(node);
-    return equivalent && !obstacle(node, *equivalent) ? equivalent : nullptr;
+    return equivalent && !obstacles_.contains(node->id()) ? equivalent : nullptr;
   }
 
   void replace_by_equivalents() {
@@ -196,12 +208,11 @@ class UnitScaler {
         continue;
       }
       if (users_choice_.contains(node)) continue;
-      std::optional<std::string> why = obstacle(node, *equivalent);
-      if (!why) {
-        if (auto it = roles_.left_alone.find(node); it != roles_.left_alone.end()) why = it->second;
-      }
-      if (why) {
-        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+      const auto why = obstacles_.find(node->id());
+      const auto contested = roles_.left_alone.find(node);
+      if (why != obstacles_.end() || contested != roles_.left_alone.end()) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                    why != obstacles_.end() ? why->second : contested->second);
         continue;
       }
       if (equivalent->recurrent || equivalent->experts) {
@@ -357,12 +368,13 @@ class UnitScaler {
   std::unordered_map<const Node*, bool> kept_;
   std::unordered_map<std::string, std::string> chosen_;  // results of replacements, and their operators
   std::unordered_set<const Replacement*> matched_;
-  NodeSet users_choice_, differentiable_;
+  NodeSet users_choice_, differentiable_, choosing_;
   std::unordered_map<const Node*, std::string> computed_;
+  std::unordered_map<size_t, std::string> obstacles_;  // by Node::id(): why nodes with an equivalent are left alone
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;
-  std::vector<std::pair<Node*, double>>
-      surrounded_;  // nodes with factors around them, and the scale of the gradient at its input
+  // Nodes with factors around them, and the scale of the gradient at the input.
+  std::vector<std::pair<Node*, double>> surrounded_;
 };
 
 const RegisterTransform unit_scale_pass{

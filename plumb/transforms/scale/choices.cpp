@@ -1,0 +1,39 @@
+#include "plumb/transforms/scale/choices.h"
+
+#include <algorithm>
+
+#include "plumb/graph/aliases.h"
+#include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/equivalents.h"
+
+namespace plumb {
+namespace {
+
+// Returns whether an operator's factor belongs to a weight, which other graphs of the module have too.
+bool takes_a_weight(const Node* node) {
+  const Equivalent* equivalent = find_equivalent(node);
+  if (!equivalent || equivalent->weights.empty()) return equivalent && equivalent->recurrent;
+  return !equivalent->any_weight || std::ranges::any_of(node->inputs(), source_attribute);
+}
+
+}  // namespace
+
+NodeSet nodes_that_only_choose(const Graph& graph, const State& state) {
+  const NodeSet differentiable = differentiable_nodes(graph, state);
+  NodeSet read, choosing;
+  bool returns_values = false;
+  for (const Node* node = graph.last(); node; node = node->prev()) {
+    bool reads = !node->is_call() || node->num_results() == 0 || may_write(*node) || takes_a_weight(node);
+    for (const Value* result : node->results()) {
+      if (!may_have_gradient(result, state)) continue;
+      for (const Use& use : result->uses()) {
+        reads |= read.contains(use.user) && !looks_at_shape_only(*use.user);
+        returns_values |= use.user->kind() == NodeKind::Output && differentiable.contains(node);
+      }
+    }
+    (reads ? read : choosing).insert(node);
+  }
+  return returns_values ? choosing : NodeSet();
+}
+
+}  // namespace plumb
