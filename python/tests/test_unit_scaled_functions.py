@@ -340,6 +340,36 @@ def test_a_unit_scaled_recurrent_cell_written_by_hand_keeps_its_state(cell):
     assert scaled(steps[:2]).std() > 0.1
 
 
+class SpelledAttention(nn.Module):
+    """Attention by einsums, or by ``@``, with a projection of several dimensions."""
+
+    def __init__(self, by_einsum):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out, self.by_einsum = nn.Parameter(torch.randn(2, 8, 16)), by_einsum
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.by_einsum:
+            weights = torch.einsum("b h i d, b h j d -> b h i j", q, k).softmax(-1)
+            return torch.einsum("bihd,hde->bie", torch.einsum("bhij,bhjd->bihd", weights, v), self.out)
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2) @ self.out.reshape(16, 16)
+
+
+def test_an_einsum_is_scaled_as_the_same_product_written_out():
+    results, x = [], torch.randn(4, 32, 16)
+    for by_einsum in (True, False):
+        torch.manual_seed(0)
+        scaled = unit_scale(SpelledAttention(by_einsum))
+        y = scaled(x)
+        torch.manual_seed(1)
+        y.backward(torch.randn_like(y))
+        assert abs(scaled.out.std() - 1) < 1e-4
+        results.append([y, *(p.grad for p in scaled.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 class Neighbors(nn.Module):
     """A graph of nearest neighbors, as networks on points make one from their features."""
 

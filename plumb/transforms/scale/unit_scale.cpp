@@ -14,6 +14,7 @@
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/choices.h"
+#include "plumb/transforms/scale/einsum_products.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/experts.h"
 #include "plumb/transforms/scale/recurrent.h"
@@ -81,12 +82,13 @@ class UnitScaler {
   }
 
  private:
-  // Brings operators that were spelled out (t + matmul + add_, x * sigmoid(x)) and writes in place into the form that
-  // the stages look for. The last bits may change: every operator changes anyway.
+  // Brings operators that were spelled out (t + matmul + add_, x * sigmoid(x)), products spelled as einsums and writes
+  // in place into the form that the stages look for. The last bits may change: every operator changes anyway.
   void prepare() {
     changed_ |= erase_identities(graph_);
     changed_ |= fuse_patterns(graph_, {.inexact = true});
     changed_ |= functionalise(module_, nullptr, true);
+    changed_ |= spell_einsums_as_products(graph_, module_.state(), users_choice_);
     changed_ |= read_past_copies(module_);
   }
 
