@@ -407,3 +407,26 @@ class Levels(nn.Module):
 
 def test_levels_of_a_quantizer_stay_within_its_range():
     assert unit_scale(Levels())(torch.randn(256, 4)).abs().max() < 2.001
+
+
+class ImageBlock(nn.Module):
+    """A block of a residual network of images, which ends with a relu."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x):
+        y = self.norms[1](self.b(torch.relu(self.norms[0](self.a(x)))))
+        y += x
+        return torch.relu_(y)
+
+
+def test_residual_blocks_that_end_with_a_relu_do_not_grow():
+    torch.manual_seed(0)
+    scaled = unit_scale(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *(ImageBlock() for _ in range(16))))
+    y = scaled(torch.randn(8, 3, 10, 10))
+    y.backward(torch.randn_like(y))
+    assert 0.3 < y.std() < 2
+    assert all(0.05 < p.grad.std() < 20 for p in scaled.parameters())

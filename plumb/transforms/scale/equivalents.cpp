@@ -169,6 +169,22 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid, const NodeSet& 
   return nullptr;
 }
 
+// Returns whether a value is a relu's result, perhaps pooled or rearranged: no element is negative.
+bool has_passed_a_relu(const Value* value) {
+  static const std::set<std::string_view> keep = {"aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d",
+                                                  "aten::dropout"};
+  const Node* node = value->producer();
+  while (is_passthrough(node) || (node->is_call() && keep.count(node->op_name()))) node = node->input(0)->producer();
+  return node->is_op("aten::relu");
+}
+
+// Returns whether a node adds something to what a relu let through, as residual layers do that end with a relu. The
+// next relu lets nearly all of it through again.
+bool adds_to_a_relu(const Node* node) {
+  return (node->is_op("aten::add") || node->is_op("aten::add_")) &&
+         std::ranges::any_of(node->inputs(), has_passed_a_relu);
+}
+
 }  // namespace
 
 std::optional<std::vector<int64_t>> sizes_of_argument(const Node* node, std::string_view name) {
@@ -206,6 +222,9 @@ std::optional<std::string> why_not(const Node* node, const NodeSet& differentiab
   }
   if (const Arg* divisor = node->try_arg("divisor_override"); divisor && !divisor->is_none())
     return "it has a divisor of its own";
+  if (name == "aten::relu" && adds_to_a_relu(node->input(0)->producer()))
+    return "its input adds to what a relu let through, nearly all of which passes again: values would grow with each "
+           "layer";
   if (name == "aten::sigmoid" || name == "aten::tanh" || name == "aten::softmax" || name == "aten::_softmax") {
     // A model that returns a sigmoid returns a probability, a place in a picture and the like, which its loss takes as
     // such.

@@ -340,5 +340,15 @@ TEST(ScaleAdds, TakeARoutersSoftmaxForNoAttention) {
       << "what attention does to its logits is no choice";
 }
 
+TEST(ScaleAdds, LeaveAReluAloneBehindASumWithWhatAnotherLetThrough) {  // residual networks of images
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[2, 3, 8, 8] = placeholder "x" %y: f32[2, 3, 4, 4] = placeholder "y"
+      %r = aten::relu(%x) %p = aten::max_pool2d(%r, [2, 2]) %s = aten::sin(%p) %a = aten::add.Tensor(%s, %p)
+      %t = aten::relu(%a) %b = aten::add.Tensor(%s, %y) %u = aten::relu(%b)
+      output(%t, %u) })");
+  for (const char* relu : {"%r = plumb::relu(", "%t = aten::relu(", "%u = plumb::relu("})
+    EXPECT_THAT(text, HasSubstr(relu));
+}
+
 }  // namespace
 }  // namespace plumb
