@@ -50,6 +50,27 @@ std::optional<Product> product_of(const EinsumLabels& labels) {
   return product;
 }
 
+// Returns whether a value is weights that a mask or a choice without a gradient has thinned out, as a mixture of
+// experts combines them. Most are zero, and the others sum to one.
+bool is_thinned_out(const Value* value, const NodeSet& differentiable) {
+  const auto goes_on = [](const Node* node) {
+    return node->is_op("aten::mul") || node->is_op("aten::sum") || is_passthrough(node);
+  };
+  for (const Node* node = value->producer(); goes_on(node);) {
+    const Node* next = nullptr;
+    for (const Value* input : node->inputs()) {
+      if (differentiable.contains(input->producer())) {
+        next = input->producer();
+      } else if (node->is_op("aten::mul") && !source_attribute(input)) {
+        return true;
+      }
+    }
+    if (!next) return false;
+    node = next;
+  }
+  return false;
+}
+
 class Spelling {
  public:
   Spelling(Graph& graph, Node* node) : graph_(graph), node_(node) {}
@@ -104,7 +125,7 @@ bool spell(Graph& graph, Node* node, const State& state, NodeSet& differentiable
   bool free = false;
   for (const Arg& tensor : tensors.list()) {
     if (!tensor.is_value() || !tensor.value()->meta() || !may_be_float(tensor.value(), state) ||
-        !differentiable.contains(tensor.value()->producer()))
+        !differentiable.contains(tensor.value()->producer()) || is_thinned_out(tensor.value(), differentiable))
       return false;
     values.push_back(tensor.value());
     dims.push_back(values.back()->meta()->sizes.size());

@@ -53,6 +53,10 @@ TEST(EinsumProducts, LeaveOtherEinsumsAlone) {
       %o: i64[2, 4] = aten::one_hot(%i, 4) %f: f32[2, 4] = aten::to.dtype(%o, 6)
       %z: f32[2, 2] = aten::einsum("bi,ci->bc", [%x, %f]) output(%z) })");
   EXPECT_THAT(table, Not(HasSubstr("matmul")));
+  const std::string combined = after_scaling(R"(graph { %x: f32[2, 4, 3] = placeholder "x" %i: i64[2] = placeholder "i"
+      %g: f32[2, 1] = placeholder "g" %o: i64[2, 4] = aten::one_hot(%i, 4) %f: f32[2, 4] = aten::mul.Tensor(%g, %o)
+      %z: f32[2, 3] = aten::einsum("be,bed->bd", [%f, %x]) output(%z) })");
+  EXPECT_THAT(combined, Not(HasSubstr("matmul")));
 }
 
 }  // namespace
