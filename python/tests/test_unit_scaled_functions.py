@@ -430,3 +430,24 @@ def test_residual_blocks_that_end_with_a_relu_do_not_grow():
     y.backward(torch.randn_like(y))
     assert 0.3 < y.std() < 2
     assert all(0.05 < p.grad.std() < 20 for p in scaled.parameters())
+
+
+class LogScan(nn.Module):
+    """h = f * h + i for each step, as minGRU and others compute it at once: in the space of logarithms."""
+
+    def __init__(self):
+        super().__init__()
+        self.forget, self.input = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        forget, inputs = -nn.functional.softplus(self.forget(x)), self.input(x)
+        sums = forget.cumsum(1)
+        return (sums + (inputs - sums).logcumsumexp(1)).exp(), forget, inputs
+
+
+def test_a_scan_of_logarithms_is_the_recurrence():
+    y, forget, inputs = unit_scale(LogScan())(torch.randn(2, 16, 4))
+    h = torch.zeros(2, 4)
+    for t in range(16):
+        h = forget[:, t].exp() * h + inputs[:, t].exp()
+    torch.testing.assert_close(y[:, -1], h, rtol=1e-4, atol=1e-5)

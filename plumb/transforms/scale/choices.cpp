@@ -1,6 +1,8 @@
 #include "plumb/transforms/scale/choices.h"
 
 #include <algorithm>
+#include <set>
+#include <string_view>
 
 #include "plumb/graph/aliases.h"
 #include "plumb/transforms/rewrite.h"
@@ -34,6 +36,32 @@ NodeSet nodes_that_only_choose(const Graph& graph, const State& state) {
     (reads ? read : choosing).insert(node);
   }
   return returns_values ? choosing : NodeSet();
+}
+
+NodeSet nodes_of_exponents(const Graph& graph) {
+  static const std::set<std::string_view> powers = {"aten::exp",       "aten::exp2",         "aten::expm1",
+                                                    "aten::logsumexp", "aten::logcumsumexp", "aten::logaddexp"},
+                                          terms = {"aten::add",     "aten::sub",     "aten::rsub",
+                                                   "aten::neg",     "aten::cumsum",  "aten::where",
+                                                   "aten::maximum", "aten::minimum", "aten::masked_fill"};
+  NodeSet found;
+  const auto reads_an_exponent = [&](const Node* user) {
+    if (!user->is_call()) return false;
+    const bool term = terms.count(user->op_name()) || is_passthrough(user);
+    return powers.count(user->op_name()) || (term && found.contains(user));
+  };
+  for (const Node* node = graph.last(); node; node = node->prev()) {
+    bool some = false, all = true;
+    for (const Value* result : node->results()) {
+      for (const Use& use : result->uses()) {
+        if (use.user->kind() == NodeKind::Output || looks_at_shape_only(*use.user)) continue;
+        const bool exponent = reads_an_exponent(use.user);
+        some |= exponent, all &= exponent;
+      }
+    }
+    if (some && all) found.insert(node);
+  }
+  return found;
 }
 
 }  // namespace plumb

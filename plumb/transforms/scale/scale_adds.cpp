@@ -144,7 +144,8 @@ class AddScaler {
         keep_(keep),
         choosing_(choosing),
         report_(report),
-        differentiable_(differentiable_nodes(graph_, module.state())) {}
+        differentiable_(differentiable_nodes(graph_, module.state())),
+        exponents_(nodes_of_exponents(graph_)) {}
 
   ScaledAdds run() {
     std::vector<Node*> adds, candidates;
@@ -256,6 +257,7 @@ class AddScaler {
     const bool right_flows = differentiable_.contains(right->producer());
     if (!left_flows && !right_flows) return "no gradient flows through it";
     if (choosing_.contains(node)) return kOnlyChooses;
+    if (exponents_.contains(node)) return kIsExponent;
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
@@ -417,7 +419,7 @@ class AddScaler {
   const NodeSet& keep_;
   const NodeSet& choosing_;
   Report& report_;
-  const NodeSet differentiable_;
+  const NodeSet differentiable_, exponents_;
   std::unordered_map<Node*, Weights> weights_;
   NodeSet products_;                                          // all products in weights_
   std::unordered_set<std::string> settled_;                   // names of the products that a tau has taken

@@ -350,5 +350,15 @@ TEST(ScaleAdds, LeaveAReluAloneBehindASumWithWhatAnotherLetThrough) {  // residu
     EXPECT_THAT(text, HasSubstr(relu));
 }
 
+TEST(ScaleAdds, LeaveSumsAloneThatAreExponents) {  // scans and decays in the space of logarithms
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x" %y: f32[4, 8] = placeholder "y"
+      %c = aten::cumsum(%x, 1) %d = aten::sub.Tensor(%y, %c) %l = aten::logcumsumexp(%d, 1)
+      %a = aten::add.Tensor(%c, %l) %m = aten::maximum(%a, %y) %s = aten::sub.Tensor(%a, %m) %e = aten::exp(%s)
+      %b = aten::add.Tensor(%x, %y) %n = aten::neg(%b) %f = aten::exp(%n) %g = aten::mul.Tensor(%b, %f)
+      output(%e, %g, %a) })");
+  EXPECT_THAT(text, testing::AllOf(HasSubstr("%a = aten::add.Tensor("), HasSubstr("%b = plumb::add(")));
+}
+
 }  // namespace
 }  // namespace plumb
