@@ -239,7 +239,7 @@ void CallRecorder::bind_result(Record& record, const at::Tensor& t, bool from_co
   if (record.dynamic && t.defined() && t.dim() > 0) any_dynamic = values[value].dynamic = true;
   if (t.defined()) values.bind(t, value);
   // Memory that no operator has written has a check of its own (refuse_unwritten_reads).
-  if (!operator_facts(record.op.schema().name()).uninitialised) seen.see(t);
+  if (!operator_facts(record.op.schema().name()).uninitialized) seen.see(t);
   record.results.push_back(value);
 }
 
@@ -384,6 +384,8 @@ bool StaleMemory::contains(const at::Tensor& tensor) const {
 
 namespace {
 
+constexpr size_t kSmall = 1 << 16;  // bytes of memory that is looked at as often as it is read
+
 // Returns a hash of the whole memory that the tensor is a part of.
 size_t hash_of_memory(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
@@ -400,17 +402,27 @@ void SeenMemory::see(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.requires_grad() || !tensor.has_storage() || !tensor.is_cpu()) return;
   const auto* memory = tensor.storage().unsafeGetStorageImpl();
   if (tensor.layout() != at::kStrided || !tensor.storage().data() || left_out_.contains(memory)) return;
-  seen_.insert_or_assign(memory, Seen{memory_of(tensor), hash_of_memory(tensor)});
+  auto [it, fresh] = seen_.try_emplace(memory, Seen{memory_of(tensor)});
+  if (fresh) it->second.hash = hash_of_memory(tensor);
 }
 
 void SeenMemory::before_write(const at::Tensor& tensor) {
-  if (tensor.has_storage()) seen_.erase(tensor.storage().unsafeGetStorageImpl());
+  if (!tensor.has_storage()) return;
+  const auto it = seen_.find(tensor.storage().unsafeGetStorageImpl());
+  if (it == seen_.end()) return;
+  if (tensor.storage().nbytes() > kSmall)
+    it->second.hash.reset();
+  else
+    seen_.erase(it);
 }
 
-bool SeenMemory::has_changed(const at::Tensor& tensor) const {
+bool SeenMemory::has_changed(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return false;
   const auto it = seen_.find(tensor.storage().unsafeGetStorageImpl());
-  return it != seen_.end() && it->second.hash != hash_of_memory(tensor);
+  if (it == seen_.end() || !it->second.hash) return false;
+  if (it->second.hash != hash_of_memory(tensor)) return true;
+  if (tensor.storage().nbytes() > kSmall) it->second.hash.reset();
+  return false;
 }
 
 }  // namespace plumb

@@ -147,22 +147,24 @@ class StaleMemory {
 
 // The CPU memory that operators made for results without a gradient, to notice that a program writes it outside of
 // torch's sight, by accessor or raw pointer. (Written so, a result with a gradient has a wrong one in eager mode, too.)
+// Of more than 64 KiB only the first reading is looked at, and only if no operator has written them before: a loop may
+// read or write a row at a time.
 class SeenMemory {
  public:
   // Memory that no operator has made, parameters say, is not looked at: it may be large.
   void leave_out(const at::Tensor& tensor);
-  // Keeps a hash of the tensor's memory as it is now.
+  // Keeps a hash of the tensor's memory as it is now, unless a view of it was seen.
   void see(const at::Tensor& tensor);
   // Called before this tensor's memory is written in sight.
   void before_write(const at::Tensor& tensor);
   // Returns whether the memory is another one than when it was seen last.
-  bool has_changed(const at::Tensor& tensor) const;
+  bool has_changed(const at::Tensor& tensor);
 
  private:
   // A weak reference keeps the address from being used again.
   struct Seen {
     c10::weak_intrusive_ptr<c10::StorageImpl> keep;
-    size_t hash;
+    std::optional<size_t> hash;  // nothing: it is not looked at any more
   };
   std::unordered_map<const c10::StorageImpl*, Seen> seen_;
   std::unordered_set<const c10::StorageImpl*> left_out_;
