@@ -29,7 +29,7 @@ constexpr OperatorGroup kGroups[] = {
     // The library transformers has its own, for devices without torch's.
     {"transformers::",
      "grouped_mm_fallback",
-     {.contraction = Contraction::product("input", -1, "weight", -2), .groups = "offs"}},
+     {.refused = kOneLibrary, .contraction = Contraction::product("input", -1, "weight", -2), .groups = "offs"}},
     {"aten::", "tensordot", {.contraction = {Einsum, {{"self"}, {"other"}}}}},
     {"aten::", "_addmm_activation", {.contraction = Contraction::product("mat1", -1, "mat2", -2)}},
     {"aten::", "addmm", {.in_place_alike = true, .contraction = Contraction::product("mat1", -1, "mat2", -2)}},

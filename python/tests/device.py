@@ -76,6 +76,7 @@ _NOT_THERE = {
     "a gradient inside of the forward runs in a thread of the device's, which a capture refuses": (
         "gradients_taken_inside_of_the_forward",
     ),
+    "torch saves random states of its own devices only in a compiled checkpoint": ("operators_on_functions[checkpoint]",),
     "transformers asks for another package where there is a default device": ("checkpoint_of_transformers_is_folded",),
     "transformers 5 counts tokens of experts as integers off the CPU, where torch's histc knows floats only": (
         "mixtures_of_transformers",
