@@ -176,7 +176,7 @@ class Builder {
       for (int v : record.results) wanted = wanted || used_[static_cast<size_t>(v)];
       const OperatorFacts& facts = operator_facts(record.op.schema().name());
       const bool scrap =
-          (facts.uninitialized || facts.passes_through) && !facts.has_effects && !record.op.schema().is_mutable();
+          (facts.uninitialised || facts.passes_through) && !facts.has_effects && !record.op.schema().is_mutable();
       if (!wanted && scrap) {
         live_[i] = 0;
         continue;

@@ -239,7 +239,7 @@ void CallRecorder::bind_result(Record& record, const at::Tensor& t, bool from_co
   if (record.dynamic && t.defined() && t.dim() > 0) any_dynamic = values[value].dynamic = true;
   if (t.defined()) values.bind(t, value);
   // Memory that no operator has written has a check of its own (refuse_unwritten_reads).
-  if (!operator_facts(record.op.schema().name()).uninitialized) seen.see(t);
+  if (!operator_facts(record.op.schema().name()).uninitialised) seen.see(t);
   record.results.push_back(value);
 }
 

@@ -248,7 +248,7 @@ bool looks_at_shape_only(const Node& node) {
          name == "aten::sym_size" || node.target() == "aten::bernoulli.p";
 }
 
-bool is_uninitialized(const Node& node) { return node.facts().uninitialized; }
+bool is_uninitialized(const Node& node) { return node.facts().uninitialised; }
 
 const Value* UninitializedMemory::base_of(const Value* value) const {
   const auto it = base_.find(value);

@@ -98,7 +98,7 @@ struct OperatorFacts {
   DataSizes data_sizes = DataSizes::ByTag;
 
   // Its result, or in-place its argument, holds memory that was never written.
-  bool uninitialized = false;
+  bool uninitialised = false;
   // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with.
   bool passes_through = false;
   // Its result holds each element of its first argument exactly once, in another shape or order (with `view` of a dtype

@@ -111,8 +111,8 @@ constexpr OperatorGroup kGroups[] = {
     // --- memory as it was found ---
     {"aten::",
      "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_",
-     {.uninitialized = true}},
-    {"aten::", "empty_quantized", {.refused = kQuantised, .uninitialized = true}},
+     {.uninitialised = true}},
+    {"aten::", "empty_quantized", {.refused = kQuantised, .uninitialised = true}},
 
     // --- values and sizes that depend on data ---
     {"aten::", "item _local_scalar_dense is_nonzero equal allclose", {.reads_value = true}},

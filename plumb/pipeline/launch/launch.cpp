@@ -234,7 +234,7 @@ class Launch {
   }
 
   void stop_others() {
-    if (!stopping_ && options_.canceled && options_.canceled()) failed_at_ = Clock::now() - options_.patience;
+    if (!stopping_ && options_.cancelled && options_.cancelled()) failed_at_ = Clock::now() - options_.patience;
     if (failed_at_ == Clock::time_point()) return;
     if (result_.first_failed < 0) result_.first_failed = first_failed();
     const auto since = Clock::now() - failed_at_;

@@ -30,7 +30,7 @@ struct LaunchOptions {
   // After the first process that failed, the others have this long to end by themselves (and print why).
   std::chrono::milliseconds patience = std::chrono::seconds(5);
   // Called between lines; true ends everything (a canceled job).
-  std::function<bool()> canceled;
+  std::function<bool()> cancelled;
   // Called between lines; returns a signal for every process, 0 for none.
   std::function<int()> signal;
   // A process that is stopped (SIGSTOP) for this long has failed.

@@ -20,8 +20,7 @@ bool takes_a_weight(const Node* node) {
 
 }  // namespace
 
-NodeSet nodes_that_only_choose(const Graph& graph, const State& state) {
-  const NodeSet differentiable = differentiable_nodes(graph, state);
+NodeSet nodes_that_only_choose(const Graph& graph, const State& state, const NodeSet& differentiable) {
   NodeSet read, choosing;
   bool returns_values = false;
   for (const Node* node = graph.last(); node; node = node->prev()) {

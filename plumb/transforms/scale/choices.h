@@ -15,7 +15,8 @@ constexpr const char* kIsExponent = "its sum is an exponent, where a factor woul
 // through what is no floating-point number: an index, a comparison. No gradient comes back to them, and a factor would
 // only change the choice. Empty if the graph returns choices alone, as a model may that gives its classes when it does
 // not train: its values must keep the factors that they have in training.
-NodeSet nodes_that_only_choose(const Graph& graph, const State& state);
+// `differentiable`: the nodes that a gradient can flow through.
+NodeSet nodes_that_only_choose(const Graph& graph, const State& state, const NodeSet& differentiable);
 
 // Returns the nodes whose values are terms of exponents, as the graph's operators read them: decays and scans in the
 // space of logarithms. A factor would be a power there.

@@ -42,11 +42,8 @@ double scale_experts(GraphModule& module, Node* node) {
   node->set_arg(name,
                 insert_call(graph, node, "plumb::scale_bwd", {matrices, 1 / (scale * std::sqrt(rows))}, node, matrices)
                     ->result());
-  auto here = graph.inserting_after(node);
   Value* product = node->result();
-  Node* scaled = graph.call("plumb::rescale", {product, scale, scale});
-  scaled->meta() = node->meta();
-  scaled->result()->set_meta(product->meta());
+  Node* scaled = insert_call(graph, node->next(), "plumb::rescale", {product, scale, scale}, node, product);
   graph.replace_all_uses_with(product, scaled->result(), scaled);
   return scale * std::sqrt(out);
 }

@@ -65,7 +65,7 @@ class UnitScaler {
     replace_by_users_map();
     report_unmatched();
     differentiable_ = differentiable_nodes(graph_, module_.state());
-    choosing_ = nodes_that_only_choose(graph_, module_.state());
+    choosing_ = nodes_that_only_choose(graph_, module_.state(), differentiable_);
     computed_ = computed_from_parameters(graph_, module_.state());
     find_obstacles();
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
