@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "plumb", "plumb.pipelining"])
+# torch imports its compiler for a process's first optimizer, which takes longer than most tests.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "plumb", "plumb.pipelining"])
 
 
 @dataclass

@@ -7,10 +7,10 @@ import weakref
 
 import device
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # noqa: F401  (its mark)
-import torch.multiprocessing as mp
 from plumb.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -267,8 +267,7 @@ def test_what_is_printed_shows_graph_ports_and_stages(capsys):
     assert all(get_submod_name(s) in str(pipe) for s in range(3))
 
 
-def _receive(rank, path):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _receive(rank, size):
     torch.manual_seed(rank)  # weights must come from rank 0
     pipe = stage_models()[1] if rank == 0 else None
     stages, info = scatter_stages(pipe)
@@ -283,11 +282,10 @@ def _receive(rank, path):
     else:
         dist.recv(y, 0)
         dist.send(stages[1](y).detach(), 0)
-    dist.destroy_process_group()
 
 
-def test_stages_are_sent_to_their_ranks(tmp_path):
-    mp.spawn(_receive, (str(tmp_path / "store"),), nprocs=2)
+def test_stages_are_sent_to_their_ranks():
+    ranks.run(_receive, 2)
 
 
 def test_a_pipe_of_a_live_model_takes_other_sizes_with_the_stages_tensors():
