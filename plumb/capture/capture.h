@@ -61,6 +61,10 @@ struct CaptureRequest {
   // ControlValueLog has them: a transformed graph takes another path than the module itself, and this is how the
   // program takes it, too.
   std::optional<std::vector<at::Tensor>> control_values;
+  // Weights have unit scale and the operators no factors yet (unit_scale): results of products are divided by their
+  // root mean square where it is larger than 1. Otherwise values grow from layer to layer until torch's or the model's
+  // own checks of them fail.
+  bool unit_weights = false;
   // Called before each attempt to capture: whether libraries that have a way of their own for graph makers
   // (torch.compiler.is_compiling()) are to take it. May be empty.
   std::function<void(bool tell_libraries)> begin_attempt;

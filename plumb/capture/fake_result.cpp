@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <cmath>
 #include <optional>
 #include <type_traits>
 #include <unordered_set>
@@ -132,6 +133,18 @@ bool fake_result(const c10::OperatorHandle& op, const std::string& name, Stack* 
   stack->resize(first);
   stack->emplace_back(std::move(result));
   return true;
+}
+
+void limit_product(const OperatorFacts& facts, const Stack& stack) {
+  if (!facts.contraction || facts.contraction.kind == ContractionKind::Attention || !stack.back().isTensor()) return;
+  const at::Tensor result = stack.back().toTensor();
+  if (!result.defined() || result.layout() != at::kStrided || at::isTensorSubclassLike(result) ||
+      !result.is_floating_point() || result.numel() == 0)
+    return;
+  const at::NoGradGuard no_grad;
+  const at::ScalarType wide = result.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor norm = at::linalg_vector_norm(result, 2, at::OptionalIntArrayRef(), false, wide);
+  result.div_(norm.div_(std::sqrt(static_cast<double>(result.numel()))).clamp_min_(1));
 }
 
 }  // namespace plumb

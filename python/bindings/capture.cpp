@@ -130,6 +130,7 @@ py::tuple capture_python(const py::object& forward, bool verify, const py::objec
                          std::optional<std::vector<at::Tensor>> control_values) {
   CaptureRequest request = request_of(forward);
   request.guard_values = guard_values;
+  request.unit_weights = forward.attr("unit_weights").cast<bool>();
   request.control_values = std::move(control_values);
   auto locator = std::make_shared<Locator>(forward.attr("inside").cast<std::vector<std::string>>(), describe);
   request.locate = [locator] { return (*locator)(); };

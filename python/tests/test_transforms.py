@@ -319,3 +319,29 @@ def test_a_first_call_with_other_parameters_never_scales_those_and_names_the_rem
     y = module(x)
     assert abs(module.weight.std() - 1) < 1e-5
     assert torch.equal(torch.func.functional_call(module, {"weight": module.weight.detach().clone()}, (x,)), y)
+
+
+class Checked(nn.Module):
+    """Convolutions, products and an einsum, of which the last is an exponent, behind which torch checks values."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
+        self.mean, self.log_variance = nn.Linear(16 * 64, 8), nn.Linear(16 * 64, 8)
+        self.mix = nn.Parameter(torch.randn(8, 8) * 0.3)
+        self.decoder = nn.Linear(8, 64)
+
+    def forward(self, x):
+        h = self.encoder(x).flatten(1)
+        sigma = torch.exp(0.5 * torch.einsum("bi,ij->bj", self.log_variance(h), self.mix))
+        z = torch.distributions.Normal(self.mean(h), sigma).rsample()
+        return nn.functional.binary_cross_entropy(torch.sigmoid(self.decoder(z)), x.flatten(1))
+
+
+def test_values_that_a_forward_checks_do_not_grow_while_a_unit_scaled_module_is_captured():
+    torch.manual_seed(0)
+    x = torch.rand(4, 1, 8, 8)
+    scaled = unit_scale(Checked())
+    loss = scaled(x)
+    loss.backward()
+    assert loss < 2 and all(torch.isfinite(p.grad).all() for p in scaled.parameters())

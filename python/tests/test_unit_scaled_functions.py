@@ -454,3 +454,32 @@ def test_a_scan_of_logarithms_is_the_recurrence():
     for t in range(16):
         h = forget[:, t].exp() * h + inputs[:, t].exp()
     torch.testing.assert_close(y[:, -1], h, rtol=1e-4, atol=1e-5)
+
+
+class Paths(nn.Module):
+    """Minus the logarithm of a path's probability (a linear-chain CRF), of paths of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.moves = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, emitted, path, there):
+        rows = torch.arange(len(path))
+        every, score = self.first + emitted[:, 0], self.first[path[:, 0]] + emitted[rows, 0, path[:, 0]]
+        for t in range(1, path.shape[1]):
+            longer = torch.logsumexp(every[:, :, None] + self.moves + emitted[:, t, None], 1)
+            every = torch.where(there[:, t, None], longer, every)
+            score = score + (self.moves[path[:, t - 1], path[:, t]] + emitted[rows, t, path[:, t]]) * there[:, t]
+        return (torch.logsumexp(every, 1) - score).mean()
+
+
+def test_the_probability_of_a_path_stays_one():
+    torch.manual_seed(0)
+    module, emitted, path = Paths(), torch.randn(4, 6, 5, requires_grad=True), torch.randint(5, (4, 6))
+    there = torch.arange(6) < torch.tensor([[6], [4], [5], [2]])
+    scaled = unit_scale(module)
+    loss = scaled(emitted, path, there)
+    expected = torch.func.functional_call(module, dict(scaled.named_parameters()), (emitted, path, there))
+    torch.testing.assert_close(loss, expected)
+    for mine, plain in zip(torch.autograd.grad(loss, scaled.parameters()), torch.autograd.grad(expected, scaled.parameters())):
+        torch.testing.assert_close(mine, plain)

@@ -44,6 +44,28 @@ TEST(Choices, ScaleAModelThatReturnsNothingElseAsInTraining) {
   for (const char* made : {"plumb::matmul(", "plumb::softmax(", "plumb::add("}) EXPECT_THAT(text, HasSubstr(made));
 }
 
+TEST(Choices, LeaveSumsAloneThatALogarithmIsAddedTo) {  // the score of a path, beside all paths' (CRF)
+  Report report("unit_scale");
+  after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %y: f32[4] = placeholder "y"
+      %m: f32[4] = placeholder "m"
+      %z: f32[4] = aten::logsumexp(%x, [1])
+      %a: f32[4] = aten::add.Tensor(%y, %y)
+      %b: f32[4] = aten::mul.Tensor(%a, 2.0)
+      %s: f32[4] = aten::add.Tensor(%b, %y)
+      %l: f32[4] = aten::sub.Tensor(%z, %s)
+      %e: f32[4] = aten::relu(%l)
+      %o: f32[4] = aten::relu(%y)
+      %p: f32[4] = aten::add.Tensor(%o, %m)
+      %q: f32[4] = aten::add.Tensor(%p, %e)
+      output(%q)
+    })",
+                {}, {}, &report);
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "s")->reason, kIsExponent);
+  EXPECT_TRUE(report.find(ReportKind::Replaced, "p"));
+}
+
 TEST(Choices, ScaleWhatIsInFrontOfAWeight) {
   const std::string text = after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"

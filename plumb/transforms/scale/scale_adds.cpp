@@ -145,7 +145,7 @@ class AddScaler {
         choosing_(choosing),
         report_(report),
         differentiable_(differentiable_nodes(graph_, module.state())),
-        exponents_(nodes_of_exponents(graph_)) {}
+        exponents_(nodes_of_exponents(graph_, differentiable_)) {}
 
   ScaledAdds run() {
     std::vector<Node*> adds, candidates;

@@ -123,6 +123,7 @@ class _Forward:
 
     inside = list(INSIDE)  # whose frames are not the user's lines
     is_check = staticmethod(is_check)
+    unit_weights = False
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, guarded: bool):
         self.module, self.guarded = module, guarded
@@ -283,6 +284,7 @@ def capture_engine(
     guard_values: bool = False,
     control_values: list[Tensor] | None = None,
     guarded: bool = True,
+    unit_weights: bool = False,
 ) -> Captured:
     """Runs the forward of `module` once and records its operators.
 
@@ -295,10 +297,12 @@ def capture_engine(
         control_values: guards values at once, and gives the tensors that such values and sizes come from these values, in
             order.
         guarded: guards of what the forward reads will be made.
+        unit_weights: weights have unit scale: results of products are kept from growing from layer to layer.
     """
     refuse_modules(module, with_root=forward is None)
     refuse_spread_modules(module, with_root=forward is None)
     request = _Forward(module, args, kwargs, forward, guarded)
+    request.unit_weights = unit_weights
     traced = functools.partial(request.traced, replace or {})
     if verify:  # apart, as its runs go backward and may leave more in attributes than a forward does
         with traced():

@@ -104,6 +104,7 @@ class Pass:
     before: tuple[str, ...] = ()  # passes that this one must come before
     replace: dict = field(default_factory=dict)  # functions whose calls go to others while the module is captured
     methods: tuple = ()  # (name, function of the module): methods that the module gets
+    unit_weights: bool = False  # the module's weights have unit scale, its forward has no factors
 
 
 def _name_values(captured: CapturedGraph, found: list) -> None:
@@ -184,7 +185,7 @@ class TransformedForward:
         replace = Replacements({k: v for p in self.passes for k, v in p.replace.items()})
         engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left, *_ = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
-            control_values=control_values,
+            control_values=control_values, unit_weights=any(p.unit_weights for p in self.passes),
         )  # fmt: skip
         originals = self._originals()
         for _, kind, tensor, _ in engine.state():

@@ -351,7 +351,8 @@ def _preserving(module: Module, operators: list, functions: dict, residuals: tup
 
 
 def _pass(run: UnitScalePass) -> Pass:
-    return Pass("unit_scale", run, before=("simulate_format", "use_fp8", "track_scales"), replace=run.functions)
+    later = ("simulate_format", "use_fp8", "track_scales")
+    return Pass("unit_scale", run, before=later, replace=run.functions, unit_weights=run.scaling is not None)
 
 
 class _UnitScalingBackend(PassBackend):
