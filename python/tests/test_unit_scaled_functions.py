@@ -483,3 +483,23 @@ def test_the_probability_of_a_path_stays_one():
     torch.testing.assert_close(loss, expected)
     for mine, plain in zip(torch.autograd.grad(loss, scaled.parameters()), torch.autograd.grad(expected, scaled.parameters())):
         torch.testing.assert_close(mine, plain)
+
+
+class Pairs(nn.Module):
+    """Similarities of two encodings, as contrastive losses take them (SimCLR, CLIP)."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x, y):
+        a, b = (nn.functional.normalize(self.encoder(z), dim=-1) for z in (x, y))
+        lengths = [torch.rsqrt(z.pow(2).sum(-1, keepdim=True) + 1e-8) for z in (a, b)]
+        return a @ b.t(), torch.einsum("id,jd->ij", a * lengths[0], b * lengths[1])
+
+
+def test_cosines_stay_cosines():
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    for similarity in unit_scale(Pairs())(x, x):
+        torch.testing.assert_close(similarity.diagonal(), torch.ones(8))

@@ -124,6 +124,22 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   return t->result();
 }
 
+// Returns whether a value may be a target: an input, or what has no gradient.
+bool may_be_target(const Value* value, const NodeSet& differentiable) {
+  while (true) {
+    const Node* node = value->producer();
+    if (node->kind() == NodeKind::Placeholder || !differentiable.contains(node)) return true;
+    if (node->is_op("aten::broadcast_tensors")) {  // torch.nn.functional's losses begin with it
+      const auto results = node->results();
+      value = node->input(static_cast<size_t>(std::ranges::find(results, value) - results.begin()));
+    } else if (is_passthrough(node) && node->args()[0].is_value()) {
+      value = node->input(0);
+    } else {
+      return false;
+    }
+  }
+}
+
 // Returns a node that reads a probability or a cosine by its range, with views, picked entries, powers, and numbers or
 // tensors without a gradient between them; null if there is none. One minus a probability is the other outcome's, and
 // what is rounded is a level or a count. `is_sigmoid`: the graph's output counts as such a reader, and so does a
@@ -143,6 +159,9 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid, const NodeSet& 
                                                      "aten::asin",
                                                      "aten::atanh",
                                                      "aten::rsub"};
+  // With a target.
+  static const std::set<std::string_view> losses = {"aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss",
+                                                    "aten::huber_loss"};
   // With a number that is not zero: a probability less one, or whether it is above a half.
   static const std::set<std::string_view> against = {"aten::sub", "aten::gt", "aten::ge", "aten::lt", "aten::le"};
   static const std::set<std::string_view> maps = {"aten::mul",    "aten::div", "aten::add",    "aten::sub",
@@ -159,6 +178,8 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid, const NodeSet& 
     if (is_sigmoid && use.user->kind() == NodeKind::Output) return use.user;
     if (!use.user->is_call()) continue;
     if (readers.count(use.user->op_name())) return use.user;
+    if (losses.count(use.user->op_name()) && may_be_target(use.user->input(1 - use.index), differentiable))
+      return use.user;
     if (against.count(use.user->op_name()) && number_of(use.user->arg("other")).value_or(0) != 0) return use.user;
     if (is_sigmoid && gated.count(use.user->op_name()) && use.user->inputs().size() > 1) return use.user;
     const bool mapped = maps.count(use.user->op_name()) && std::ranges::count_if(use.user->inputs(), carries) == 1;

@@ -19,6 +19,7 @@
 #include "plumb/transforms/scale/experts.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
+#include "plumb/transforms/scale/unit_length.h"
 #include "plumb/transforms/vocabulary/split_vocabulary.h"
 
 namespace plumb {
@@ -168,6 +169,8 @@ class UnitScaler {
       return why;
     if (!differentiable_.contains(node)) return "no gradient flows through it";
     if (choosing_.contains(node)) return kOnlyChooses;
+    if (sums_over_unit_length(node))
+      return "an operand has length 1: its result has the scale of the other, or is a cosine";
     for (std::string_view argument : equivalent.weights) {
       const Arg* arg = node->try_arg(argument);
       if (!arg || !arg->is_value()) continue;

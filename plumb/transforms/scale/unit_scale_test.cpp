@@ -99,11 +99,14 @@ TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
       %c = aten::softmax.int(%x, 1) %d = aten::sum.dim_IntList(%c, [1]) %e = aten::sub.Tensor(%d, 1)
       %f = aten::sigmoid(%x) %h = aten::gt.Scalar(%f, 0.5) %j = aten::tanh(%x) %l = aten::gt.Scalar(%j, 0)
       %u = aten::sub.Tensor(%j, %x)
-      output(%b, %o, %a, %r, %n, %e, %h, %l, %u)
+      %y = aten::sigmoid(%x) %z = aten::mse_loss(%y, %x) %aa = aten::gelu(%x) %ab = aten::sigmoid(%x)
+      %ac = aten::mse_loss(%aa, %ab)
+      output(%b, %o, %a, %r, %n, %e, %h, %l, %u, %z, %ac)
     })";
   Report report("unit_scale");
   const std::string scaled = after_scaling(graph, {}, {}, &report);
-  for (std::string kept : {"%p", "%g", "%w", "%f"}) EXPECT_THAT(scaled, HasSubstr(kept + " = aten::sigmoid(%x)"));
+  EXPECT_THAT(scaled, HasSubstr("%ab = plumb::sigmoid(%x"));
+  for (std::string kept : {"%p", "%g", "%w", "%f", "%y"}) EXPECT_THAT(scaled, HasSubstr(kept + " = aten::sigmoid(%x)"));
   EXPECT_THAT(scaled, HasSubstr("%s = plumb::sigmoid(%x"));
   EXPECT_THAT(scaled, HasSubstr("%t = aten::tanh(%s)"));
   for (std::string kept : {"%q", "%c"}) EXPECT_THAT(scaled, HasSubstr(kept + " = aten::softmax.int(%x, 1)"));

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "plumb/core/error.h"
+#include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/module.h"
 #include "tests/message_of.h"

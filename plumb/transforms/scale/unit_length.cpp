@@ -1,0 +1,91 @@
+#include "plumb/transforms/scale/unit_length.h"
+
+#include <algorithm>
+
+#include "plumb/operators/operator_facts.h"
+#include "plumb/transforms/rewrite.h"
+
+namespace plumb {
+namespace {
+
+const Value* unrearranged(const Value* value) {
+  while (is_passthrough(value->producer()) && value->producer()->args()[0].is_value())
+    value = value->producer()->input(0);
+  return value;
+}
+
+// Returns the sum of squares of `x`, or the root of it, that a value is but for a small number against division by
+// zero. Null: it is none. `squared`: it is the sum.
+const Value* sum_of_squares(const Value* value, const Value* x, bool squared) {
+  while (true) {
+    value = unrearranged(value);
+    const Node* node = value->producer();
+    if (!node->is_call() || node->num_inputs() == 0) return nullptr;
+    if (squared && node->is_op("aten::sum")) {
+      const Node* square = unrearranged(node->input(0))->producer();
+      const bool power = square->is_op("aten::pow") && number_of(square->args()[1]) == 2.0;
+      const bool product = square->is_op("aten::mul") && square->num_inputs() == 2;
+      const auto operands = square->inputs();
+      const bool same = std::ranges::all_of(operands, [&](const Value* v) { return unrearranged(v) == x; });
+      return (power || product) && same ? value : nullptr;
+    }
+    if (!squared && (node->is_op("aten::linalg_vector_norm") || node->is_op("aten::norm"))) {
+      const Arg* order = node->try_arg(node->is_op("aten::norm") ? "p" : "ord");
+      const bool euclidean = !order || number_of(*order).value_or(2) == 2;
+      return unrearranged(node->input(0)) == x && euclidean ? value : nullptr;
+    }
+    if (!squared && node->is_op("aten::sqrt")) {
+      squared = true;
+    } else if (node->num_inputs() != 1 ||
+               (!node->is_op("aten::add") && !node->is_op("aten::clamp_min") && !node->is_op("aten::clamp"))) {
+      return nullptr;
+    }
+    value = node->input(0);
+  }
+}
+
+// Returns over how many elements a value has length 1; 0 if it is not known to.
+int64_t unit_elements(const Value* value) {
+  const Node* node = unrearranged(value)->producer();
+  const bool divides = node->is_op("aten::div");
+  if ((!divides && !node->is_op("aten::mul")) || node->num_inputs() != 2) return 0;
+  for (const size_t i : {1, 0}) {
+    if (divides && i == 0) break;
+    const Value *x = unrearranged(node->input(1 - i)), *by = unrearranged(node->input(i));
+    if (!divides && !by->producer()->is_op("aten::rsqrt")) continue;
+    const Value* squares = sum_of_squares(divides ? by : by->producer()->input(0), x, !divides);
+    if (squares && squares->meta() && x->meta() && squares->meta()->numel() > 0)
+      return x->meta()->numel() / squares->meta()->numel();
+  }
+  return 0;
+}
+
+// Returns how many elements of this operand one of the result sums over; 0 if that is not known.
+int64_t summed_elements(const Node* product, const ContractedOperand& operand) {
+  const Arg* arg = product->try_arg(operand.argument);
+  if (!arg || !arg->is_value() || !arg->value()->meta()) return 0;
+  const auto& sizes = arg->value()->meta()->sizes;
+  if (product->facts().contraction.kind == ContractionKind::Convolution)
+    return operand.argument == "weight" && !sizes.empty() && sizes[0] > 0 ? element_count(sizes) / sizes[0] : 0;
+  const auto dim = static_cast<int64_t>(sizes.size()) + operand.dim;
+  return dim >= 0 && dim < static_cast<int64_t>(sizes.size()) ? sizes[static_cast<size_t>(dim)] : 0;
+}
+
+}  // namespace
+
+bool sums_over_unit_length(const Node* product) {
+  const Contraction& contraction = product->facts().contraction;
+  if (contraction.kind != ContractionKind::Product && contraction.kind != ContractionKind::Convolution) return false;
+  const auto operands = contraction.named_operands();
+  if (std::ranges::any_of(operands, [&](const ContractedOperand& operand) {
+        const Arg* arg = product->try_arg(operand.argument);
+        return arg && arg->is_value() && source_attribute(arg->value());
+      }))
+    return false;
+  return std::ranges::any_of(operands, [&](const ContractedOperand& operand) {
+    const int64_t count = summed_elements(product, operand);
+    return count > 1 && unit_elements(product->arg(operand.argument).value()) == count;
+  });
+}
+
+}  // namespace plumb
