@@ -135,16 +135,23 @@ bool fake_result(const c10::OperatorHandle& op, const std::string& name, Stack* 
   return true;
 }
 
-void limit_product(const OperatorFacts& facts, const Stack& stack) {
-  if (!facts.contraction || facts.contraction.kind == ContractionKind::Attention || !stack.back().isTensor()) return;
-  const at::Tensor result = stack.back().toTensor();
-  if (!result.defined() || result.layout() != at::kStrided || at::isTensorSubclassLike(result) ||
-      !result.is_floating_point() || result.numel() == 0)
+void limit_product(const c10::OperatorHandle& op, const OperatorFacts& facts, Stack* stack) {
+  if (!facts.contraction || facts.contraction.kind == ContractionKind::Attention || op.schema().is_mutable() ||
+      !stack->back().isTensor())
     return;
-  const at::NoGradGuard no_grad;
-  const at::ScalarType wide = result.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor norm = at::linalg_vector_norm(result, 2, at::OptionalIntArrayRef(), false, wide);
-  result.div_(norm.div_(std::sqrt(static_cast<double>(result.numel()))).clamp_min_(1));
+  const at::Tensor result = stack->back().toTensor();
+  if (!result.defined() || result.layout() != at::kStrided || at::isTensorSubclassLike(result) ||
+      !result.is_floating_point() || result.numel() == 0 || !result.is_non_overlapping_and_dense())
+    return;
+  at::Tensor scale;
+  {
+    const at::NoGradGuard no_grad;
+    const at::ScalarType wide = result.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    scale = at::linalg_vector_norm(result, 2, at::OptionalIntArrayRef(), false, wide);
+    scale.div_(std::sqrt(static_cast<double>(result.numel()))).clamp_min_(1);
+  }
+  // Not in place: an einsum of one tensor, a parameter say, is a view of it.
+  stack->back() = result.div(scale);
 }
 
 }  // namespace plumb

@@ -15,8 +15,8 @@ namespace plumb {
 // zeros. Otherwise returns false and leaves the stack alone.
 bool fake_result(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack);
 
-// If the operator is a product or convolution with a floating-point result: divides that, which is on top of the stack,
-// by its root mean square, if it is larger than 1.
-void limit_product(const OperatorFacts& facts, const torch::jit::Stack& stack);
+// If the operator is a product or convolution with a floating-point result: puts that, divided by its root mean square
+// if it is larger than 1, on top of the stack in its place. Leaves results alone that an argument holds.
+void limit_product(const c10::OperatorHandle& op, const OperatorFacts& facts, torch::jit::Stack* stack);
 
 }  // namespace plumb

@@ -377,7 +377,7 @@ void Session::record_call(Call& call) {
         run_opaque(call.op, call.stack);
       else
         call.op.callBoxed(*call.stack);
-      if (request.unit_weights && !call.from_constants) limit_product(facts, *call.stack);
+      if (request.unit_weights && !call.from_constants) limit_product(call.op, facts, call.stack);
       if (!call.unrecorded) recorder.finish(std::move(record), *call.stack, call.from_constants);
       return;
     }

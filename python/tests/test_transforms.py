@@ -345,3 +345,19 @@ def test_values_that_a_forward_checks_do_not_grow_while_a_unit_scaled_module_is_
     loss = scaled(x)
     loss.backward()
     assert loss < 2 and all(torch.isfinite(p.grad).all() for p in scaled.parameters())
+
+
+def test_capturing_a_unit_scaled_module_writes_no_tensor_of_which_an_einsum_is_a_view():
+    class Shifted(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("shift", torch.randn(4, 4) * 9)
+
+        def forward(self, x):
+            return super().forward(x) + torch.einsum("ij->ji", self.shift)
+
+    torch.manual_seed(0)
+    module = Shifted()
+    scaled = unit_scale(module)
+    scaled(torch.randn(4, 4)).sum().backward()
+    assert torch.equal(scaled.shift, module.shift)

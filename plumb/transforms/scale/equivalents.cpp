@@ -178,7 +178,8 @@ const Node* reader_of_range(const Value* value, bool is_sigmoid, const NodeSet& 
     if (is_sigmoid && use.user->kind() == NodeKind::Output) return use.user;
     if (!use.user->is_call()) continue;
     if (readers.count(use.user->op_name())) return use.user;
-    if (losses.count(use.user->op_name()) && may_be_target(use.user->input(1 - use.index), differentiable))
+    if (losses.count(use.user->op_name()) && use.user->num_inputs() == 2 &&
+        may_be_target(use.user->input(1 - use.index), differentiable))
       return use.user;
     if (against.count(use.user->op_name()) && number_of(use.user->arg("other")).value_or(0) != 0) return use.user;
     if (is_sigmoid && gated.count(use.user->op_name()) && use.user->inputs().size() > 1) return use.user;
