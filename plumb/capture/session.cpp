@@ -371,13 +371,14 @@ void Session::record_call(Call& call) {
     }
     record.dynamic = guards.results_have_dynamic_sizes(call.op, call.name, record.args, args, call.from_constants);
     if (!call.composite) {
-      if (attempt.mode.skip_compute && !call.from_constants && fake_result(call.op, call.name, call.stack))
+      if (attempt.mode.skip_compute && !call.from_constants && fake_result(call.op, call.name, call.stack)) {
         attempt.skipped = true;
-      else if (facts.opaque)
+      } else if (facts.opaque) {
         run_opaque(call.op, call.stack);
-      else
+      } else {
         call.op.callBoxed(*call.stack);
-      if (request.unit_weights && !call.from_constants) limit_product(call.op, facts, call.stack);
+        if (request.unit_weights && !call.from_constants) limit_product(call.op, facts, call.stack);
+      }
       if (!call.unrecorded) recorder.finish(std::move(record), *call.stack, call.from_constants);
       return;
     }
