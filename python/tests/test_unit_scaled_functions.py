@@ -503,3 +503,32 @@ def test_cosines_stay_cosines():
     x = torch.randn(8, 16)
     for similarity in unit_scale(Pairs())(x, x):
         torch.testing.assert_close(similarity.diagonal(), torch.ones(8))
+
+
+class Streams(nn.Module):
+    """A layer of manifold-constrained hyper-connections (arXiv 2512.24880)."""
+
+    def __init__(self, width, streams=4):
+        super().__init__()
+        self.weights, self.layer = nn.Linear(streams * width, streams * (streams + 2)), nn.Linear(width, width)
+
+    def forward(self, x):  # batch, streams, width
+        n = x.shape[1]
+        pre, post, mix = self.weights(nn.functional.rms_norm(x.flatten(1), (x[0].numel(),))).split([n, n, n * n], 1)
+        mix = mix.unflatten(1, (n, n)).softmax(-1)
+        for _ in range(10):  # rows and columns sum to 1
+            mix = mix / mix.sum(-2, keepdim=True)
+            mix = mix / (mix.sum(-1, keepdim=True) + 1e-6)
+        read = (pre.sigmoid()[..., None] * x).sum(1)
+        y = self.layer(nn.functional.rms_norm(read, read.shape[-1:]))
+        return (2 * post.sigmoid())[..., None] * y[:, None] + mix @ x
+
+
+def test_streams_that_are_mixed_neither_grow_nor_shrink_with_depth():
+    torch.manual_seed(0)
+    scaled = unit_scale(nn.Sequential(*(Streams(32) for _ in range(8))))
+    x = torch.randn(64, 1, 32).expand(-1, 4, -1).clone().requires_grad_()
+    y = scaled(x)
+    y.backward(torch.randn_like(y))
+    assert 0.3 < y.std() < 3
+    assert 0.1 < x.grad.std() < 10

@@ -13,6 +13,7 @@
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/attention.h"
 #include "plumb/transforms/scale/choices.h"
+#include "plumb/transforms/scale/normalized.h"
 #include "plumb/transforms/scale/residual.h"
 
 namespace plumb {
@@ -302,23 +303,37 @@ class AddScaler {
   }
 
   // Numbers that weight the operands of an add, as DeepNorm's 2 * x + f(x), a conformer's x + 0.5 * f(x) and alpha. A
-  // residual add takes them into its tau, so that its operands are what the numbers multiply.
+  // residual add takes them into its tau, so that its operands are what the numbers multiply. Products that mix streams
+  // by shares, as hyper-connections do (arXiv 2512.24880), are looked through, too.
   struct Weights {
     std::array<double, 2> numbers = {1, 1};
     std::array<Node*, 2> products = {};
+    std::array<size_t, 2> inputs = {};  // what of the products is weighted or mixed
   };
+
+  // Returns which input of the product is the streams that it mixes, if nothing else reads the result.
+  static std::optional<size_t> streams_of(const Value* mixture) {
+    const Node* product = mixture->producer();
+    const auto normalized = normalized_operand(product);
+    if (!normalized || !normalized->mixed || mixture->uses().size() != 1) return std::nullopt;
+    return product->input(0) == normalized->mixed ? 0 : 1;
+  }
 
   void take_weights(Node* add) {
     Weights& weights = weights_[add];
     weights.numbers[1] = *alpha_of(add);
     for (size_t i = 0; i < 2; ++i) {
       Node* product = add->input(i)->producer();
-      const auto number = keep_.contains(product) ? std::nullopt : weight_of(add->input(i));
-      if (!number || !is_weight(weights.numbers[i] * *number)) continue;
-      weights.numbers[i] *= *number;
+      if (keep_.contains(product)) continue;
+      if (const auto number = weight_of(add->input(i)); number && is_weight(weights.numbers[i] * *number))
+        weights.numbers[i] *= *number;
+      else if (const auto streams = streams_of(add->input(i)))
+        weights.inputs[i] = *streams;
+      else
+        continue;
       weights.products[i] = product;
       products_.insert(product);
-      add->set_input(i, product->input(0));
+      add->set_input(i, product->input(weights.inputs[i]));
     }
   }
 
@@ -344,12 +359,12 @@ class AddScaler {
   Value* operand(Node* add, size_t i) {
     const Weights& weights = weights_.at(add);
     Value* value = add->input(i);
-    if (weights.numbers[i] == 1) return value;
     if (Node* product = weights.products[i]) {
-      product->set_input(0, value);
+      product->set_input(weights.inputs[i], value);
       value = product->result();
-      settled_.insert(value->name());
     }
+    if (weights.numbers[i] == 1) return value;
+    if (weights.products[i]) settled_.insert(value->name());
     if (i == 1 && !has_plain_alpha(add))
       value = insert_call(graph_, add, "aten::mul.Tensor", {value, *alpha_of(add)}, add, value)->result();
     const double factor = 1 / weights.numbers[i];

@@ -279,6 +279,24 @@ TEST(ScaleAdds, TakeABiasOfLogitsThatLayersShareForNoResidualLayer) {
   EXPECT_EQ(report.find(ReportKind::Replaced, "s2")->reason, "a bias of attention's logits: no residual add");
 }
 
+TEST(ScaleAdds, TakeStreamsThatSharesMixForTheSkip) {  // hyper-connections
+  const std::string streams = R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %c: f32[4, 4] = placeholder "c"
+      %s: f32[4, 1] = aten::sum.dim_IntList(%c, [1], True)
+      %h: f32[4, 4] = aten::div.Tensor(%c, %s)
+      %mix: f32[4, 8] = aten::matmul(%h, %x)
+      %f: f32[4, 8] = aten::gelu()",
+                    sum = R"()
+      %y: f32[4, 8] = aten::add.Tensor(%f, %mix)
+      output(%y)
+    })";
+  const std::string text = after_scaling(streams + "%x" + sum);
+  EXPECT_THAT(text, HasSubstr("aten::matmul(%h, %x_skip)"));
+  EXPECT_THAT(text, HasSubstr("= plumb::residual_add(%f, %mix, 0.5)"));
+  EXPECT_THAT(after_scaling(streams + "%c" + sum), Not(HasSubstr("residual"))) << "the branch is no function of them";
+}
+
 TEST(ScaleAdds, FollowGradientsThroughComplexNumbers) {
   // FNet mixes tokens by a Fourier transform and keeps its real part: a residual layer, and no straight-through
   // estimator.

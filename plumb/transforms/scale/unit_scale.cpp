@@ -17,9 +17,9 @@
 #include "plumb/transforms/scale/einsum_products.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/experts.h"
+#include "plumb/transforms/scale/normalized.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
-#include "plumb/transforms/scale/unit_length.h"
 #include "plumb/transforms/vocabulary/split_vocabulary.h"
 
 namespace plumb {
@@ -169,8 +169,7 @@ class UnitScaler {
       return why;
     if (!differentiable_.contains(node)) return "no gradient flows through it";
     if (choosing_.contains(node)) return kOnlyChooses;
-    if (sums_over_unit_length(node))
-      return "an operand has length 1: its result has the scale of the other, or is a cosine";
+    if (auto normalized = normalized_operand(node)) return normalized->why;
     for (std::string_view argument : equivalent.weights) {
       const Arg* arg = node->try_arg(argument);
       if (!arg || !arg->is_value()) continue;

@@ -1,4 +1,4 @@
-#include "plumb/transforms/scale/unit_length.h"
+#include "plumb/transforms/scale/normalized.h"
 
 #include <algorithm>
 
@@ -14,9 +14,12 @@ const Value* unrearranged(const Value* value) {
   return value;
 }
 
-// Returns the sum of squares of `x`, or the root of it, that a value is but for a small number against division by
-// zero. Null: it is none. `squared`: it is the sum.
-const Value* sum_of_squares(const Value* value, const Value* x, bool squared) {
+constexpr const char *kLength = "an operand has length 1: its result has the scale of the other, or is a cosine",
+                     *kShares = "an operand sums to 1: its result is a mean of the other";
+
+// Returns the sum of `x`, the sum of its squares, or the root of that, that a value is but for a small number against
+// division by zero. Null: it is none. `squared`: it is the sum of squares.
+const Value* sum_of(const Value* value, const Value* x, bool squared) {
   while (true) {
     value = unrearranged(value);
     const Node* node = value->producer();
@@ -29,6 +32,7 @@ const Value* sum_of_squares(const Value* value, const Value* x, bool squared) {
       const bool same = std::ranges::all_of(operands, [&](const Value* v) { return unrearranged(v) == x; });
       return (power || product) && same ? value : nullptr;
     }
+    if (!squared && node->is_op("aten::sum")) return unrearranged(node->input(0)) == x ? value : nullptr;
     if (!squared && (node->is_op("aten::linalg_vector_norm") || node->is_op("aten::norm"))) {
       const Arg* order = node->try_arg(node->is_op("aten::norm") ? "p" : "ord");
       const bool euclidean = !order || number_of(*order).value_or(2) == 2;
@@ -44,20 +48,21 @@ const Value* sum_of_squares(const Value* value, const Value* x, bool squared) {
   }
 }
 
-// Returns over how many elements a value has length 1; 0 if it is not known to.
-int64_t unit_elements(const Value* value) {
+// Returns why a value has a known length or sum over so many elements; null if it has not.
+const char* normalized_over(const Value* value, int64_t count) {
   const Node* node = unrearranged(value)->producer();
   const bool divides = node->is_op("aten::div");
-  if ((!divides && !node->is_op("aten::mul")) || node->num_inputs() != 2) return 0;
+  if ((!divides && !node->is_op("aten::mul")) || node->num_inputs() != 2) return nullptr;
   for (const size_t i : {1, 0}) {
     if (divides && i == 0) break;
     const Value *x = unrearranged(node->input(1 - i)), *by = unrearranged(node->input(i));
     if (!divides && !by->producer()->is_op("aten::rsqrt")) continue;
-    const Value* squares = sum_of_squares(divides ? by : by->producer()->input(0), x, !divides);
-    if (squares && squares->meta() && x->meta() && squares->meta()->numel() > 0)
-      return x->meta()->numel() / squares->meta()->numel();
+    const Value* sum = sum_of(divides ? by : by->producer()->input(0), x, !divides);
+    if (sum && sum->meta() && x->meta() && sum->meta()->numel() > 0 &&
+        x->meta()->numel() / sum->meta()->numel() == count)
+      return sum->producer()->is_op("aten::sum") && unrearranged(sum->producer()->input(0)) == x ? kShares : kLength;
   }
-  return 0;
+  return nullptr;
 }
 
 // Returns how many elements of this operand one of the result sums over; 0 if that is not known.
@@ -73,19 +78,26 @@ int64_t summed_elements(const Node* product, const ContractedOperand& operand) {
 
 }  // namespace
 
-bool sums_over_unit_length(const Node* product) {
+std::optional<NormalizedOperand> normalized_operand(const Node* product) {
   const Contraction& contraction = product->facts().contraction;
-  if (contraction.kind != ContractionKind::Product && contraction.kind != ContractionKind::Convolution) return false;
+  if (contraction.kind != ContractionKind::Product && contraction.kind != ContractionKind::Convolution) return {};
   const auto operands = contraction.named_operands();
   if (std::ranges::any_of(operands, [&](const ContractedOperand& operand) {
         const Arg* arg = product->try_arg(operand.argument);
         return arg && arg->is_value() && source_attribute(arg->value());
       }))
-    return false;
-  return std::ranges::any_of(operands, [&](const ContractedOperand& operand) {
+    return {};
+  for (const ContractedOperand& operand : operands) {
     const int64_t count = summed_elements(product, operand);
-    return count > 1 && unit_elements(product->arg(operand.argument).value()) == count;
-  });
+    if (count <= 1) continue;
+    Value* const value = product->arg(operand.argument).value();
+    const char* const why = normalized_over(value, count);
+    if (!why) continue;
+    const auto inputs = product->inputs();
+    const auto other = std::ranges::find_if(inputs, [&](const Value* input) { return input != value; });
+    return NormalizedOperand{why, why == kShares && other != inputs.end() ? *other : nullptr};
+  }
+  return {};
 }
 
 }  // namespace plumb
