@@ -129,8 +129,8 @@ int CallRecorder::known_as(ValueTable::Found found, const at::Tensor& t, const s
   if (known.written && !found.by_memory) known.requires_grad = t.requires_grad();
   if (known.requires_grad == t.requires_grad()) return found.value;
   if (known.requires_grad) {
-    // The same memory, cut from autograd's graph without a call that capture can see (.data): recorded as a detach.
-    return emit("aten::detach", {RecordedArg{found.value}}, t, known.from_constants);
+    // The same memory, cut from autograd's graph without a call that capture can see (.data).
+    return emit("plumb::data", {RecordedArg{found.value}}, t, known.from_constants);
   }
   if (!found.by_memory && known.origin != RecordedValue::Result) return found.value;
   if (t.is_leaf()) {
@@ -145,7 +145,7 @@ int CallRecorder::known_as(ValueTable::Found found, const at::Tensor& t, const s
 void CallRecorder::cut_off_data(const at::Tensor& t, RecordedArg& arg) {
   if (!t.defined() || !values.find(t).by_memory) return;
   const bool from_constants = values[std::get<int>(arg.data)].from_constants;
-  arg = RecordedArg{emit("aten::detach", {arg}, t, from_constants)};
+  arg = RecordedArg{emit("plumb::data", {arg}, t, from_constants)};
 }
 
 int CallRecorder::add_constant(const at::Tensor& tensor, const std::string& reader) {

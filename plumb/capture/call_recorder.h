@@ -181,7 +181,7 @@ class CallRecorder {
   // Looks up every tensor of an operator's argument. `from_constants` becomes false if one of them is no constant.
   RecordedArg argument(const c10::IValue& v, const std::string& reader, bool& from_constants);
   // Called before `arg` is written, as `tensor`. If that is another tensor on the same memory (`.data`), the write is
-  // one to a detached tensor.
+  // one to a plumb::data.
   void cut_off_data(const at::Tensor& tensor, RecordedArg& arg);
   // Adds the tensor that the model is called with in place of `given`.
   void add_input(const at::Tensor& fed, const at::Tensor& given);

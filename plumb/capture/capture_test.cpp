@@ -87,7 +87,7 @@ TEST(Capture, CutsWhereDataWasTaken) {
   Tensor x = torch::full({4, 4}, 3.0).requires_grad_();
   (*g)(x).sum().backward();
   EXPECT_EQ(x.grad()[0][0].item<float>(), 3.0f);
-  EXPECT_THAT(to_string(g->graph()), HasSubstr("aten::detach"));
+  EXPECT_THAT(to_string(g->graph()), HasSubstr("plumb::data"));
 }
 
 TEST(Capture, RecordsGradModePerNode) {

@@ -405,7 +405,8 @@ void Session::record_call(Call& call) {
 bool Session::was_read_for_gradients(const at::Tensor& tensor) const {
   const int now = recorder.values.find_object(tensor);
   for (const Record& record : recorder.records) {
-    if (!record.grad_enabled || record.op.schema().name() == "aten::detach") continue;
+    const std::string& name = record.op.schema().name();
+    if (!record.grad_enabled || name == "aten::detach" || name == "plumb::data") continue;
     const bool differentiable =
         std::ranges::any_of(record.results, [&](int value) { return recorder.values[value].requires_grad; });
     bool reads = false;

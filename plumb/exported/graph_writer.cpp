@@ -240,6 +240,8 @@ void GraphWriter::write_node(const Node& node, Level& level) {
   std::string target = node.target();
   if (python) {
     target = *python;
+  } else if (node.is_op("plumb::data")) {
+    target = "torch.ops.aten.detach.default";            // as torch.export writes it
   } else if (auto refusal = refused_in_files(target)) {  // nothing is written that load_pt2() would not take
     refuse(node, refusal->message, refusal->remedy);
   } else {

@@ -241,6 +241,8 @@ std::vector<size_t> written_inputs(const Graph& graph) {
   return written;
 }
 
+bool is_detach(const Node& node) { return node.is_op("aten::detach") || node.is_op("plumb::data"); }
+
 bool looks_at_shape_only(const Node& node) {
   if (!node.is_call()) return false;
   const std::string_view name = node.op_name();
@@ -298,7 +300,7 @@ GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const Sta
       default:
         if (is_opaque(*node)) flows = true;
         for (size_t i = 0; i < node->num_inputs() && !flows; ++i) flows = may_require_grad(node->input(i));
-        if (node->is_op("aten::detach")) flows = false;
+        if (is_detach(*node)) flows = false;
         if (!node->meta().grad_enabled) {
           // Eager's views keep requiring gradients when made without grad mode; a write changes nothing about it.
           const Value* target = aliases.written(node).empty() || node->num_inputs() == 0 ? nullptr : node->input(0);

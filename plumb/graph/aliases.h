@@ -107,6 +107,9 @@ std::vector<size_t> written_inputs(const Graph& graph);
 // Returns whether the node takes the sizes, the dtype or the device of its inputs and no value of theirs.
 bool looks_at_shape_only(const Node& node);
 
+// Returns whether the result is the input without its gradient.
+bool is_detach(const Node& node);
+
 // Which values may carry a gradient back to an input or parameter. Floating inputs always may.
 class GradientFlow {
  public:

@@ -7,7 +7,6 @@
 
 #include "plumb/core/join.h"
 #include "plumb/core/text.h"
-#include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/formats/format_recipe.h"
 
@@ -172,8 +171,6 @@ bool may_have_gradient(const Value* value, const State& state) {
   const auto dtype = dtype_of(value, state);
   return may_be_float(value, state) || (dtype && at::isComplexType(*dtype));
 }
-
-bool is_detach(const Node& node) { return node.is_op("aten::detach"); }
 
 NodeSet differentiable_nodes(const Graph& graph, const State& state, bool (*stops)(const Node&)) {
   NodeSet found;

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/node_set.h"
 #include "plumb/graph/state.h"
@@ -59,7 +60,6 @@ bool may_be_float(const Value* value, const State& state);
 // Returns false only if the dtype is known and is neither floating-point nor complex.
 bool may_have_gradient(const Value* value, const State& state);
 
-bool is_detach(const Node& node);
 // Returns nodes that a gradient can flow through: with a floating or complex input or a parameter among their
 // ancestors, and no node between of which `stops` holds.
 NodeSet differentiable_nodes(const Graph& graph, const State& state, bool (*stops)(const Node&) = is_detach);

@@ -86,6 +86,25 @@ def test_assignments_to_data_are_recorded(model, shape, tmp_path):
     same_steps(plumb.load_pt2(str(tmp_path / "model.pt2")), copy.deepcopy(model), x)
 
 
+class ClampedWeight(nn.Linear):
+    """Its forward writes through `.data`, as AltUp's does (Gemma 3n)."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def test_backwards_may_wait_while_later_forwards_write_through_data():
+    torch.manual_seed(0)
+    eager, x = nn.Sequential(nn.Linear(4, 4), ClampedWeight(4, 4)), torch.randn(3, 4)
+    (eager(x).sum() + eager(2 * x).sum()).backward()
+    for make in (lambda net: plumb.capture(net, x), track_scales):
+        module = make(copy.deepcopy(eager))
+        module.zero_grad()
+        (module(x).sum() + module(2 * x).sum()).backward()
+        same_grads(module, eager)
+
+
 def test_a_pipe_follows_a_momentum_encoder():
     torch.manual_seed(0)
     model = nn.Sequential(MomentumEncoder(), MomentumEncoder())
