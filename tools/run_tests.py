@@ -228,6 +228,9 @@ def print_table(rows):
 
 
 async def run_parts(given, rows):
+    for told in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(told, asyncio.current_task().cancel)
+
     async def run_all(parts, run_one):
         for part in parts:
             if part == "cpus":
@@ -245,7 +248,7 @@ def main():
     rows, interrupted = [], False
     try:
         asyncio.run(run_parts(given, rows))
-    except KeyboardInterrupt:
+    except asyncio.CancelledError:
         interrupted = True
     print_table(rows)
     return 130 if interrupted else int(not rows or any(row[2] != "0" for row in rows))
