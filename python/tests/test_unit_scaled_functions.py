@@ -532,3 +532,23 @@ def test_streams_that_are_mixed_neither_grow_nor_shrink_with_depth():
     y.backward(torch.randn_like(y))
     assert 0.3 < y.std() < 3
     assert 0.1 < x.grad.std() < 10
+
+
+class Substitution(nn.Linear):
+    """The inverse of 1 - L for a lower triangle L, row by row, as gated delta rules have it."""
+
+    def forward(self, x):
+        solved = (super().forward(x) @ x.mT).tril(-1)
+        lower = solved.clone()
+        for i in range(1, x.shape[-2]):
+            row, above = solved[..., i, :i].clone(), solved[..., :i, :i].clone()
+            solved[..., i, :i] = row + (row.unsqueeze(-1) * above).sum(-2)
+        return solved + torch.eye(x.shape[-2]), lower
+
+
+def test_a_forward_substitution_solves_its_equations():
+    torch.manual_seed(0)
+    scaled = unit_scale(Substitution(4, 4))
+    inverse, lower = scaled(torch.randn(3, 6, 4))
+    torch.testing.assert_close(inverse @ (torch.eye(6) - lower), torch.eye(6).expand(3, 6, 6), rtol=1e-4, atol=1e-4)
+    assert "it is a step of a forward substitution" in str(plumb.report(scaled))

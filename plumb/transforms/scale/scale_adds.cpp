@@ -135,6 +135,30 @@ NodeSet sums_that_cancel(const Graph& graph) {
   return found;
 }
 
+const Node* before_passthrough(const Value* value) {
+  while (is_passthrough(value->producer())) value = value->producer()->input(0);
+  return value->producer();
+}
+
+// Returns why a sum is part of an inverse, as gated delta rules solve their triangular equations (arXiv 2412.06464,
+// section 3.3); null if it is none. With a factor it is no inverse.
+const char* part_of_inverse(const Node* add) {
+  const auto inputs = add->inputs();
+  if (std::ranges::any_of(inputs, [](const Value* v) { return before_passthrough(v)->is_op("aten::eye"); }))
+    return "it adds the identity matrix";
+  // row + (row * rows_before).sum(), written where the row was
+  const bool sums = std::ranges::any_of(inputs, [&](const Value* operand) {
+    const Node* sum = before_passthrough(operand);
+    if (!sum->is_op("aten::sum")) return false;
+    const Node* product = before_passthrough(sum->input(0));
+    return product->is_op("aten::mul") && product->num_inputs() == 2;
+  });
+  const bool writes = std::ranges::any_of(add->result()->uses(), [](const Use& use) {
+    return use.user->is_op("aten::slice_scatter") || use.user->is_op("aten::select_scatter");
+  });
+  return sums && writes ? "it is a step of a forward substitution" : nullptr;
+}
+
 class AddScaler {
  public:
   AddScaler(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, const NodeSet& choosing,
@@ -259,6 +283,7 @@ class AddScaler {
     if (!left_flows && !right_flows) return "no gradient flows through it";
     if (choosing_.contains(node)) return kOnlyChooses;
     if (exponents_.contains(node)) return kIsExponent;
+    if (const char* why = part_of_inverse(node)) return why;
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
@@ -274,8 +299,7 @@ class AddScaler {
   // sin^2 is 1, signal and noise of a diffusion, a choice by a mask, a gated state. Returns the product of two tensors;
   // null for anything else.
   static const Node* weighted(const Value* value) {
-    const Node* node = value->producer();
-    while (is_passthrough(node)) node = node->input(0)->producer();
+    const Node* node = before_passthrough(value);
     return node->is_op("aten::mul") && node->num_inputs() == 2 ? node : nullptr;
   }
 
