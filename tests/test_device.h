@@ -4,8 +4,6 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
-#include <vector>
-
 namespace plumb {
 
 class GraphModule;

@@ -4,7 +4,6 @@
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
-#include <functional>
 #include <string>
 #include <vector>
 

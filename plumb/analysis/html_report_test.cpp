@@ -19,7 +19,6 @@ namespace plumb {
 namespace {
 
 using ::testing::HasSubstr;
-using ::testing::MatchesRegex;
 using ::testing::Not;
 
 TEST(HtmlReport, EscapesWhateverItIsGiven) {

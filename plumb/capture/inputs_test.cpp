@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "plumb/capture/capture.h"
-#include "plumb/core/error.h"
 #include "tests/message_of.h"
 
 namespace plumb {

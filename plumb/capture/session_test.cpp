@@ -9,7 +9,6 @@
 namespace plumb {
 namespace {
 
-using testing::ElementsAre;
 using testing::HasSubstr;
 
 struct WithBuffer : torch::nn::Module {

@@ -20,7 +20,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-using plumb::testing::slurp;
 using plumb::testing::spill;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;

@@ -6,7 +6,6 @@
 #include <array>
 
 #include "plumb/numerics/blocks.h"
-#include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/metrics.h"
 #include "plumb/numerics/operators.h"

@@ -6,7 +6,6 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
-#include "plumb/numerics/metrics_gather.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/numerics/reference_testing.h"
 

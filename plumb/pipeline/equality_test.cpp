@@ -12,7 +12,6 @@
 namespace plumb {
 namespace {
 
-using testing_processes::number_setting;
 using testing_processes::report;
 using testing_processes::run_role;
 using testing_processes::setting;

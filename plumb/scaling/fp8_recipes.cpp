@@ -183,8 +183,6 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
 
 namespace {
 
-using at::Tensor;
-using std::string_view;
 using torch::autograd::variable_list;
 
 void check_state(const Tensor& state, const Tensor& like) {

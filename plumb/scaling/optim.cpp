@@ -1,6 +1,5 @@
 #include "plumb/scaling/optim.h"
 
-#include <algorithm>
 #include <cmath>
 #include <sstream>
 

@@ -83,7 +83,6 @@ TEST_F(Scaling, MatmulCountsTheRepeatsOfABroadcastOperand) {
 }
 
 TEST_F(Scaling, SecondGradientsAreThoseOfTheScaledFunctions) {
-  using torch::autograd::variable_list;
   struct Case {
     const char* name;
     Fn fused, plain;

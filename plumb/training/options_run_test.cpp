@@ -14,10 +14,8 @@
 
 namespace plumb::testing_training {
 
-using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Lt;
 
 Checks checks_of_layout() {
   return {

@@ -6,8 +6,6 @@
 #include "plumb/schedule/generators.h"
 #include "plumb/training/generate.h"
 #include "plumb/training/options_testing.h"
-#include "plumb/training/plan/dry_run.h"
-#include "plumb/training/recovery/lasting.h"
 #include "plumb/training/step/optimizer.h"
 #include "plumb/training/usage.h"
 
@@ -15,10 +13,8 @@ namespace plumb {
 namespace {
 
 using namespace testing_training;
-using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Lt;
 
 Checks checks_of_data() {
   return {

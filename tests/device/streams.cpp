@@ -14,7 +14,6 @@
 #include <mutex>
 #include <sstream>
 #include <thread>
-#include <vector>
 
 namespace plumb_test {
 namespace {

@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "plumb/graph/pass.h"
 #include "plumb/graph/passes/passes_testing.h"
 
 namespace plumb {

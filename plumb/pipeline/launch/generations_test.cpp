@@ -18,7 +18,6 @@ namespace {
 
 using namespace testing_processes;
 using testing::ElementsAre;
-using testing::HasSubstr;
 
 // Each generation meets five times until it is the last one; rank FAULTY of the first one fails by KIND.
 Role lasting_role("lasting", [] {

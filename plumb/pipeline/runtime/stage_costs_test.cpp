@@ -9,8 +9,6 @@
 #include "plumb/capture/capture.h"
 #include "plumb/pipeline/runtime/graph_stage.h"
 #include "plumb/pipeline/runtime/runtime.h"
-#include "plumb/schedule/generators.h"
-#include "tests/test_device.h"
 
 namespace plumb {
 namespace {

@@ -14,7 +14,6 @@
 #include "plumb/pipeline/runtime/run_plan.h"
 #include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/pipeline/transport/broadcast.h"
-#include "plumb/pipeline/transport/gloo_backend.h"
 #include "plumb/pipeline/transport/message.h"
 #include "plumb/pipeline/transport/transport_state.h"
 #include "plumb/schedule/generators.h"

@@ -18,7 +18,6 @@ namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Not;
 using namespace testing_models;
 
 std::shared_ptr<GraphModule> two_layers() {

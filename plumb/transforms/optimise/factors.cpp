@@ -4,7 +4,6 @@
 #include <string_view>
 
 #include "plumb/operators/operator_facts.h"
-#include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/transforms/optimise/pointwise_steps.h"
 #include "plumb/transforms/rewrite.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <string_view>
-#include <vector>
 
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"

@@ -3,8 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/formats/simulate_format.h"
@@ -16,7 +14,6 @@ namespace plumb {
 namespace {
 
 using testing::HasSubstr;
-using testing::Not;
 using namespace testing_models;
 
 const char* kSmall = R"(graph {

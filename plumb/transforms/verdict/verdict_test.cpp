@@ -16,7 +16,6 @@ namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Not;
 using namespace testing_models;
 
 // Two branches, of which one's gradients pass a factor of `small` backward. Its weight's are of the other's size if its
