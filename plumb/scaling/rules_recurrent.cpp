@@ -116,12 +116,13 @@ Recurrent simple(bool relu, int64_t steps) {
 
 }  // namespace
 
-Recurrent recurrent(RecurrentKind kind, int64_t steps) {
-  switch (kind) {
-    case RecurrentKind::Lstm: return lstm(steps);
-    case RecurrentKind::Gru: return gru(steps);
-    case RecurrentKind::Tanh: return simple(false, steps);
-    case RecurrentKind::Relu: return simple(true, steps);
+Recurrent recurrent(RecurrentLayer layer, int64_t steps) {
+  switch (layer) {
+    case RecurrentLayer::Lstm: return lstm(steps);
+    case RecurrentLayer::Gru: return gru(steps);
+    case RecurrentLayer::Tanh: return simple(false, steps);
+    case RecurrentLayer::Relu: return simple(true, steps);
+    case RecurrentLayer::None: break;
   }
   return {};
 }

@@ -13,9 +13,9 @@
 
 #include <cstdint>
 
-namespace plumb::rules {
+#include "plumb/operators/operator_facts.h"
 
-enum class RecurrentKind { Lstm, Gru, Tanh, Relu };
+namespace plumb::rules {
 
 struct Recurrent {
   double hidden = 1;  // root of the mean square of a state h; the output is divided by it
@@ -30,7 +30,7 @@ struct Recurrent {
   int gates = 1;
 };
 
-// steps >= 1.
-Recurrent recurrent(RecurrentKind kind, int64_t steps);
+// `layer`: not None. steps >= 1.
+Recurrent recurrent(RecurrentLayer layer, int64_t steps);
 
 }  // namespace plumb::rules

@@ -2,13 +2,12 @@
 
 #include <string_view>
 
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
 
 namespace plumb {
 namespace {
-
-using rules::RecurrentKind;
 
 // Sizes of an argument, empty when unknown or variable.
 std::vector<int64_t> known_sizes(const Arg& arg, const State& state) {
@@ -30,7 +29,7 @@ struct Parameters {
 class Steps {
  public:
   Steps(GraphModule& module, Node* node)
-      : graph_(module.graph()), state_(module.state()), node_(node), kind_(recurrent_kind(node)) {}
+      : graph_(module.graph()), state_(module.state()), node_(node), layer_(node->facts().recurrent) {}
 
   std::vector<Node*> run() {
     {
@@ -73,15 +72,15 @@ class Steps {
   // from_input: the input's linear layer.
   State2 step(Value* from_input, State2 before, const Parameters& p) {
     Value* from_state = linear(before.h, p.w_hh, p.b_hh);
-    if (kind_ == RecurrentKind::Gru) {
+    if (layer_ == RecurrentLayer::Gru) {
       Value* reset = sigmoid(add(gate(from_state, 0), gate(from_input, 0)));
       Value* update = sigmoid(add(gate(from_state, 1), gate(from_input, 1)));
       Value* fresh = tanh(add(gate(from_input, 2), mul(gate(from_state, 2), reset)));
       return {add(mul(call("aten::sub.Tensor", {before.h, fresh}), update), fresh), nullptr};
     }
     Value* gates = add(from_state, from_input);
-    if (kind_ != RecurrentKind::Lstm)
-      return {call(kind_ == RecurrentKind::Tanh ? "aten::tanh" : "aten::relu", {gates}), nullptr};
+    if (layer_ != RecurrentLayer::Lstm)
+      return {call(layer_ == RecurrentLayer::Tanh ? "aten::tanh" : "aten::relu", {gates}), nullptr};
     Value* in = sigmoid(gate(gates, 0));
     Value* forget = sigmoid(gate(gates, 1));
     Value* fresh = tanh(gate(gates, 2));
@@ -94,7 +93,7 @@ class Steps {
 
   void set_hidden(const Arg& w_hh) {
     const int64_t rows = known_sizes(w_hh, state_)[0];
-    hidden_ = rows / (kind_ == RecurrentKind::Lstm ? 4 : kind_ == RecurrentKind::Gru ? 3 : 1);
+    hidden_ = rows / (layer_ == RecurrentLayer::Lstm ? 4 : layer_ == RecurrentLayer::Gru ? 3 : 1);
   }
 
   void take_over(size_t result, Value* made) {
@@ -166,13 +165,13 @@ class Steps {
     if (batch_first) x = call("aten::transpose.int", {x, 0, 1});
     take_over(0, x);
     if (node_->result(1)->has_uses()) take_over(1, stack(last_h));
-    if (kind_ == RecurrentKind::Lstm && node_->result(2)->has_uses()) take_over(2, stack(last_c));
+    if (layer_ == RecurrentLayer::Lstm && node_->result(2)->has_uses()) take_over(2, stack(last_c));
   }
 
   Graph& graph_;
   const State& state_;
   Node* node_;
-  const RecurrentKind kind_;
+  const RecurrentLayer layer_;
   int64_t hidden_ = 0;
   std::vector<Node*> linears_;
 };

@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/metrics.h"
+#include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/recurrent.h"
 

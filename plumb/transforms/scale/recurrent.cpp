@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plumb/operators/operator_facts.h"
+#include "plumb/scaling/rules_recurrent.h"
 #include "plumb/transforms/rewrite.h"
 
 namespace plumb {
@@ -24,7 +25,7 @@ class Scaler {
     for (size_t i = 0; i + 1 < input.size(); ++i) rows *= static_cast<double>(input[i]);
     const int64_t steps = is_recurrent_cell(node_) ? steps_of_cells : sequence_length(input);
     if (is_recurrent_cell(node_)) rows *= static_cast<double>(steps);
-    rule_ = rules::recurrent(recurrent_kind(node_), steps);
+    rule_ = rules::recurrent(node_->facts().recurrent, steps);
     rows_ = std::max(rows, 1.0);
     auto here = graph_.inserting_before(node_);
     const double at_input = is_recurrent_cell(node_) ? scale_cell() : scale_stack();
@@ -130,7 +131,7 @@ class Scaler {
       Value* result = node_->result(i);
       if (!result->has_uses()) continue;
       // lstm returns output, h and c; lstm_cell h and c; the others no c.
-      const bool is_memory = recurrent_kind(node_) == rules::RecurrentKind::Lstm && i + 1 == node_->num_results();
+      const bool is_memory = node_->facts().recurrent == RecurrentLayer::Lstm && i + 1 == node_->num_results();
       Value* made = scale_value(result, 1 / (is_memory ? rule_.cell : rule_.hidden));
       graph_.replace_all_uses_with(result, made, made->producer());
     }
@@ -146,15 +147,6 @@ class Scaler {
 }  // namespace
 
 bool is_recurrent_cell(const Node* node) { return node->facts().recurrent_cell; }
-
-rules::RecurrentKind recurrent_kind(const Node* node) {
-  switch (node->facts().recurrent) {
-    case RecurrentLayer::Lstm: return rules::RecurrentKind::Lstm;
-    case RecurrentLayer::Gru: return rules::RecurrentKind::Gru;
-    case RecurrentLayer::Relu: return rules::RecurrentKind::Relu;
-    default: return rules::RecurrentKind::Tanh;
-  }
-}
 
 bool is_set(const Node* node, std::string_view argument) {
   const Arg& arg = node->arg(argument);
@@ -181,7 +173,7 @@ std::optional<std::string> operand_obstacle(const Node* node) {
     return arg.is_list() && std::ranges::all_of(arg.list(), [](const Arg& one) { return one.is_value(); });
   };
   const Arg& hx = node->arg("hx");
-  const bool has_memory = recurrent_kind(node) == rules::RecurrentKind::Lstm;
+  const bool has_memory = node->facts().recurrent == RecurrentLayer::Lstm;
   if (has_memory ? !are_values(hx) || hx.list().size() != 2 : !hx.is_value())
     return "its states are no tensors of the graph";
   const bool cell = is_recurrent_cell(node);

@@ -14,7 +14,6 @@
 #include <string_view>
 
 #include "plumb/graph/graph_module.h"
-#include "plumb/scaling/rules_recurrent.h"
 
 namespace plumb {
 
@@ -23,7 +22,6 @@ bool is_recurrent(const Node* node);
 
 // Returns whether a node is a single step: "aten::lstm_cell" and so on.
 bool is_recurrent_cell(const Node* node);
-rules::RecurrentKind recurrent_kind(const Node* node);
 // Returns whether a boolean argument is the constant true.
 bool is_set(const Node* node, std::string_view argument);
 

@@ -167,9 +167,9 @@ TEST(RecurrentCells, ProjectedStatesAreLeftAloneWithTheirWeights) {
 }
 
 TEST(RecurrentRule, GradientsSettleToAFixedPoint) {
-  for (auto kind : {rules::RecurrentKind::Lstm, rules::RecurrentKind::Gru, rules::RecurrentKind::Tanh}) {
-    const auto one = rules::recurrent(kind, 1), many = rules::recurrent(kind, 1000),
-               more = rules::recurrent(kind, 2000);
+  for (auto layer : {RecurrentLayer::Lstm, RecurrentLayer::Gru, RecurrentLayer::Tanh}) {
+    const auto one = rules::recurrent(layer, 1), many = rules::recurrent(layer, 1000),
+               more = rules::recurrent(layer, 2000);
     EXPECT_GT(many.grad_input_gates, one.grad_input_gates);
     EXPECT_NEAR(many.grad_input_gates / more.grad_input_gates, 1, 0.01);
     EXPECT_EQ(one.hidden, many.hidden);
