@@ -13,6 +13,8 @@
 namespace plumb {
 namespace {
 
+constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(-1e4) is 0 in every type
+
 bool is_identity(const Node* node) {
   if (!node->is_op("aten::to") && !node->is_op("aten::type_as")) return false;
   auto is_off = [&](std::string_view name) {
@@ -65,12 +67,6 @@ std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
 std::string other_names(const std::vector<std::string>& names) {
   return names.size() < 2 ? "" : "also named " + join(std::span(names).subspan(1));
 }
-
-namespace {
-
-constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(-1e4) is 0 in every type
-
-}  // namespace
 
 std::optional<double> number_of(const Arg& arg) {
   if (!arg.is_constant()) return std::nullopt;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/metrics.h"
@@ -166,15 +165,10 @@ void ParameterScaling::add_to(Report& report) const {
   for (const ReportEntry& e : report.entries()) named.insert(e.node);
   for (const Scaled& s : scaled_) {
     if (s.names.empty() || named.count(s.names[0])) continue;
-    ReportEntry entry;
-    entry.kind = s.kind == ScaledKind::Weight ? ReportKind::Weight : ReportKind::Bias;
-    entry.node = s.names[0];
-    if (s.kind == ScaledKind::Weight) {
-      char text[32];
-      std::snprintf(text, sizeof text, "std %g", s.std);
-      entry.from = text;
-    }
-    report.add(std::move(entry));
+    const bool weight = s.kind == ScaledKind::Weight;
+    report.add({.kind = weight ? ReportKind::Weight : ReportKind::Bias,
+                .node = s.names[0],
+                .from = weight ? c10::str("std ", s.std) : ""});
   }
 }
 

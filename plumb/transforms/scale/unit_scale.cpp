@@ -321,11 +321,8 @@ class UnitScaler {
   // --- stage 4
 
   void unconstrain() {
-    std::vector<Node*> order;
-    for (Node* node : graph_.nodes()) order.push_back(node);
     NodeSet before_residual;
-    for (size_t i = order.size(); i-- > 0;) {
-      Node* node = order[i];
+    for (const Node* node = graph_.last(); node; node = node->prev()) {
       if (node->is_op("plumb::residual_add") || before_residual.contains(node)) {
         for (size_t k = 0; k < node->num_inputs(); ++k) before_residual.insert(node->input(k)->producer());
       }
@@ -341,7 +338,7 @@ class UnitScaler {
       report_.add(ReportKind::Unconstrained, node, node->target(), "", "no residual add comes after it");
       changed_ = true;
     }
-    for (Node* node : order) {
+    for (Node* node : graph_.nodes()) {
       if (before_residual.contains(node) || !node->is_call()) continue;
       if (auto it = kept_.find(node); it != kept_.end() && !it->second) continue;
       const Arg* constraint = node->try_arg("constraint");
