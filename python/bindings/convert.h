@@ -27,6 +27,12 @@ inline std::string utf8_of(py::handle text) {
   return bytes.cast<std::string>();
 }
 
+// Returns a text for Python. Names from a model, and bytes of files in messages, need not be UTF-8.
+inline py::str readable(std::string_view text) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 // Leaves: tensors, numbers, None, ...
 inline c10::IValue to_ivalue(py::handle h) {
   if (h.is_none()) return {};

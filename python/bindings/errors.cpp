@@ -16,12 +16,6 @@ py::object& error_class() {
   return *held;
 }
 
-// Messages may quote bytes of files, which need not be UTF-8.
-py::object text_of(const std::string& text) {
-  return py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
-}
-
 // The interrupt (KeyboardInterrupt, SystemExit) that ended Python code which the engine called on this thread; owned.
 // It is the user's and no failure of what was interrupted: it takes the place of the Error that it became.
 thread_local PyObject* interrupt = nullptr;
@@ -52,8 +46,8 @@ void translate(std::exception_ptr pointer) {
       return;
     }
     const py::object error =
-        error_class()(text_of(e.message()), py::arg("kind") = e.kind(), py::arg("where") = text_of(e.where()),
-                      py::arg("remedy") = text_of(e.remedy()));
+        error_class()(readable(e.message()), py::arg("kind") = e.kind(), py::arg("where") = readable(e.where()),
+                      py::arg("remedy") = readable(e.remedy()));
     if (py::object cause = cause_of(e)) PyException_SetCause(error.ptr(), cause.release().ptr());
     PyErr_SetObject(error_class().ptr(), error.ptr());
   }

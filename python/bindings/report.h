@@ -7,12 +7,6 @@
 
 namespace plumb::python {
 
-// Names from a model may hold any bytes.
-inline py::str readable(std::string_view text) {
-  return py::reinterpret_steal<py::str>(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
-}
-
 inline py::dict to_python(const Report& report) {
   py::list entries;
   for (const ReportEntry& e : report.entries()) {

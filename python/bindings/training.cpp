@@ -10,7 +10,6 @@
 #include "plumb/core/json_text.h"
 #include "plumb/training/doctor.h"
 #include "plumb/training/trainer.h"
-#include "report.h"
 
 namespace plumb::python {
 namespace {
