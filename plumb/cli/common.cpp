@@ -47,14 +47,10 @@ bool is_pt2(const std::string& path) { return path.ends_with(".pt2"); }
 
 Loaded load(const std::string& path) {
   refuse_folder(path);
-  Loaded loaded;
-  loaded.is_text = !is_pt2(path);
-  if (loaded.is_text) {
-    loaded.program.module = module_of_text(path);
-  } else {
-    loaded.program = load_pt2(path);
-  }
-  return loaded;
+  if (is_pt2(path)) return {load_pt2(path)};
+  Loaded text{.is_text = true};
+  text.program.module = module_of_text(path);
+  return text;
 }
 
 void check_same_kind(const Loaded& loaded, const std::string& path) {

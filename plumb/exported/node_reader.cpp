@@ -209,11 +209,7 @@ std::optional<TensorMeta> NodeReader::meta_of(const Json& graph, const std::stri
 }
 
 void NodeReader::name_value(Value* value, const std::string& name) {
-  if (value->name() == name) return;
-  const bool identifier =
-      !name.empty() && !std::isdigit(static_cast<unsigned char>(name[0])) &&
-      std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
-  if (!identifier) return;
+  if (value->name() == name || !is_identifier(name)) return;
   value->rename(graph_.find_value(name) ? graph_.unique_name(name) : name);
 }
 

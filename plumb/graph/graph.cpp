@@ -15,11 +15,6 @@ namespace {
 // Nodes get positions with gaps, so that inserting rarely renumbers.
 constexpr uint64_t kGap = uint64_t{1} << 32;
 
-bool is_identifier(std::string_view name) {
-  if (name.empty() || std::isdigit(static_cast<unsigned char>(name[0]))) return false;
-  return std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
-}
-
 std::string make_identifier(std::string_view hint) {
   std::string name;
   for (unsigned char c : hint) name += (std::isalnum(c) && c < 128) || c == '_' ? static_cast<char>(c) : '_';
@@ -57,6 +52,11 @@ void Value::set_meta(std::optional<TensorMeta> meta) {
 void Value::set_type(ValueType type) {
   type_ = type;
   ++producer_->graph_->version_;
+}
+
+bool is_identifier(std::string_view name) {
+  if (name.empty() || std::isdigit(static_cast<unsigned char>(name[0]))) return false;
+  return std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
 }
 
 void Value::rename(std::string name) {

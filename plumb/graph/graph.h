@@ -41,6 +41,9 @@ enum class NodeKind : uint8_t {
 
 enum class ValueType : uint8_t { Tensor, Int, Float, Bool, Other };
 
+// Returns whether a value can have this name: letters, digits and _, no digit first.
+bool is_identifier(std::string_view name);
+
 // One place where a value is used: the node and the index in its inputs().
 struct Use {
   Node* user;
