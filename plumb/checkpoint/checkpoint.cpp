@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <filesystem>
+#include <set>
 #include <sstream>
 #include <unordered_map>
 
@@ -73,12 +74,10 @@ std::optional<Checkpoint> Checkpoint::newest(const std::string& run_folder, std:
 }
 
 std::vector<std::string> Checkpoint::names() const {
-  std::map<std::string, bool> sorted;
-  for (const auto& [name, tensor] : contents_->model) sorted[name];
-  for (const auto& [name, first] : contents_->ties) sorted[name];
-  std::vector<std::string> names;
-  for (const auto& [name, none] : sorted) names.push_back(name);
-  return names;
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : contents_->model) names.insert(name);
+  for (const auto& [name, first] : contents_->ties) names.insert(name);
+  return {names.begin(), names.end()};
 }
 
 std::vector<std::string> Checkpoint::optimizer_names() const {

@@ -269,8 +269,6 @@ void CheckpointWriter::remove_old(CheckpointReport& report) const {
 
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr const char* kGivenUp = "-failed";
 
 std::string with_digits(const char* format, int a, int b = 0) {
@@ -369,9 +367,7 @@ void finish_kind(const fs::path& folder, const std::string& kind, const std::str
   for (auto& [name, tensor] : tensors) {
     tensor.file = last_names.at(tensor.file);
     map[name] = tensor.file;
-    uint64_t numel = 1;
-    for (const int64_t size : tensor.sizes) numel *= static_cast<uint64_t>(size);
-    bytes += numel * at::elementSize(tensor.dtype);
+    bytes += static_cast<uint64_t>(c10::multiply_integers(tensor.sizes)) * at::elementSize(tensor.dtype);
   }
   const nlohmann::json document = {{"metadata", {{"total_size", bytes}}}, {"weight_map", map}};
   files[index] = write_text(folder / index, document.dump(2) + "\n");

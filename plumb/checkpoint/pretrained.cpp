@@ -14,8 +14,7 @@ namespace plumb {
 namespace {
 
 std::vector<std::string> name_list(const JsonDoc& doc, const Json& j) {
-  std::vector<std::string> names;
-  for (const Json& name : doc.array(j)) names.push_back(doc.string(name));
+  std::vector<std::string> names = doc.strings(j);
   if (names.empty()) doc.fail(j, "a conversion of nothing");
   return names;
 }
