@@ -61,31 +61,6 @@ int64_t read_size(const JsonDoc& doc, const Json& j, std::string* symbol, Spelli
   return kind == "as_int" ? doc.integer(number) : 1;
 }
 
-TensorMeta read_type(const JsonDoc& doc, const Json& j, Spelling* spelling) {
-  TensorMeta meta;
-  meta.dtype = read_dtype(doc, doc.at(j, "dtype"));
-  meta.device = read_device(doc, doc.at(j, "device"));
-  if (const Json* grad = doc.find(j, "requires_grad")) meta.requires_grad = doc.boolean(*grad);
-  const Json& sizes = doc.array(doc.at(j, "sizes"));
-  const Json& strides = doc.array(doc.at(j, "strides"));
-  if (sizes.size() > 64) doc.fail(sizes, "a tensor of " + std::to_string(sizes.size()) + " dimensions");
-  if (strides.size() != sizes.size() && !strides.empty()) doc.fail(strides, "as many strides as sizes are needed");
-  auto read = [&](const Json& j, const char* what, std::string& symbol) {
-    const int64_t number = read_size(doc, j, spelling ? &symbol : nullptr, spelling);
-    if (number < 0) doc.fail(j, std::string("a negative ") + what);
-    return number;
-  };
-  bool dynamic = false;
-  for (const Json& size : sizes) {
-    meta.sizes.push_back(read(size, "size", meta.symbols.emplace_back()));
-    dynamic = dynamic || !meta.symbols.back().empty();
-  }
-  if (!dynamic) meta.symbols.clear();
-  std::string unused;
-  for (const Json& stride : strides) meta.strides.push_back(read(stride, "stride", unused));
-  return meta;
-}
-
 Json write_size(int64_t hint, const std::string& symbol, const Spelling& spelling) {
   if (symbol.empty()) return {{"as_int", hint}};
   auto e = SymExpr::parse(symbol);
@@ -133,7 +108,30 @@ Json write_device(at::Device device) {
   return {{"type", c10::DeviceTypeName(device.type(), /*lower_case=*/true)}, {"index", index}};
 }
 
-TensorMeta read_meta(const JsonDoc& doc, const Json& j, Spelling* spelling) { return read_type(doc, j, spelling); }
+TensorMeta read_meta(const JsonDoc& doc, const Json& j, Spelling* spelling) {
+  TensorMeta meta;
+  meta.dtype = read_dtype(doc, doc.at(j, "dtype"));
+  meta.device = read_device(doc, doc.at(j, "device"));
+  if (const Json* grad = doc.find(j, "requires_grad")) meta.requires_grad = doc.boolean(*grad);
+  const Json& sizes = doc.array(doc.at(j, "sizes"));
+  const Json& strides = doc.array(doc.at(j, "strides"));
+  if (sizes.size() > 64) doc.fail(sizes, "a tensor of " + std::to_string(sizes.size()) + " dimensions");
+  if (strides.size() != sizes.size() && !strides.empty()) doc.fail(strides, "as many strides as sizes are needed");
+  auto read = [&](const Json& j, const char* what, std::string& symbol) {
+    const int64_t number = read_size(doc, j, spelling ? &symbol : nullptr, spelling);
+    if (number < 0) doc.fail(j, std::string("a negative ") + what);
+    return number;
+  };
+  bool dynamic = false;
+  for (const Json& size : sizes) {
+    meta.sizes.push_back(read(size, "size", meta.symbols.emplace_back()));
+    dynamic = dynamic || !meta.symbols.back().empty();
+  }
+  if (!dynamic) meta.symbols.clear();
+  std::string unused;
+  for (const Json& stride : strides) meta.strides.push_back(read(stride, "stride", unused));
+  return meta;
+}
 
 Json write_meta(const TensorMeta& meta, const Spelling& spelling) {
   Json sizes = Json::array(), strides = Json::array();
@@ -174,7 +172,7 @@ Json write_meta(const TensorMeta& meta, const Spelling& spelling) {
 
 StoredMeta read_stored_meta(const JsonDoc& doc, const Json& j) {
   StoredMeta stored;
-  stored.meta = read_type(doc, j, nullptr);
+  stored.meta = read_meta(doc, j, nullptr);
   stored.storage_offset = read_size(doc, doc.at(j, "storage_offset"), nullptr, nullptr);
   if (stored.storage_offset < 0) doc.fail(j, "a negative storage offset");
   if (stored.meta.strides.size() != stored.meta.sizes.size()) doc.fail(j, "as many strides as sizes are needed");
