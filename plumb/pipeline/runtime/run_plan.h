@@ -72,7 +72,7 @@ struct RunPlan {
 // left out, pairs without one are taken apart. `copy_peers[a][b]`: rank a sends the gradients of shared parameters to
 // rank b at the end; may be empty. `hooks` must outlive the plan.
 RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
-                 const std::vector<std::vector<bool>>& copy_peers, const ActionHooks& hooks = no_hooks());
+                 const std::vector<std::vector<bool>>& copy_peers, const ActionHooks& hooks = {});
 
 // Gives the plan of `rank` the order in which all ranks post messages whose values stay on devices: that of the rows
 // with their messages (lower.h), then tied gradients pair of ranks by pair.

@@ -163,11 +163,6 @@ Tensors StepDriver::input_gradients(int stage, int microbatch, int to) const {
   return gradients;
 }
 
-const ActionHooks& no_hooks() {
-  static const ActionHooks none;
-  return none;
-}
-
 const ActionHook* find_hook(const ActionHooks& hooks, ActionKind kind, int stage) {
   if (hooks.empty()) return nullptr;
   auto it = hooks.find({kind, stage});

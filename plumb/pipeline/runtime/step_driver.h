@@ -65,7 +65,6 @@ struct HookPoint {
 // A stage's own hook goes before the one of every stage.
 using ActionHooks = std::map<HookPoint, ActionHook>;
 
-const ActionHooks& no_hooks();
 // Returns null if there is none.
 const ActionHook* find_hook(const ActionHooks& hooks, ActionKind kind, int stage);
 
