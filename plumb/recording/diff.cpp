@@ -444,9 +444,8 @@ DiffReport diff(const History& a, const History& b, const DiffNames& names) {
 
 DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& names) {
   DiffReport report{names.a, names.b};
-  std::map<std::string, at::Tensor> of_b(b.begin(), b.end());
+  const std::map<std::string, at::Tensor> of_a(a.begin(), a.end()), of_b(b.begin(), b.end());
   std::vector<Compared> compared;
-  std::set<std::string> seen;
   for (const DiffTensors* run : {&a, &b}) {
     std::set<std::string> own;
     for (const auto& [name, tensor] : *run) {
@@ -456,7 +455,6 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
     }
   }
   for (const auto& [name, tensor] : a) {
-    seen.insert(name);
     const auto other = of_b.find(name);
     if (other == of_b.end()) {
       report.only_a.push_back(name);
@@ -469,7 +467,7 @@ DiffReport diff(const DiffTensors& a, const DiffTensors& b, const DiffNames& nam
     report.tensors.back().distance = distance;
   }
   for (const auto& [name, tensor] : b)
-    if (!seen.contains(name)) report.only_b.push_back(name);
+    if (!of_a.contains(name)) report.only_b.push_back(name);
   conclude(report, std::move(compared));
   return report;
 }
