@@ -18,6 +18,19 @@ void take_tracker(TransformedModule& copy, const std::shared_ptr<ScaleTracker>& 
   }
 }
 
+// Returns a module with a copy of the graph and these tensors, with what is known of `module`.
+std::shared_ptr<TransformedModule> copy_with(State state, const GraphModule& module) {
+  auto copy = std::make_shared<TransformedModule>(module.graph().clone(), std::move(state), module.in_spec(),
+                                                  module.out_spec());
+  copy->copy_mode(module);
+  if (const auto* known = dynamic_cast<const TransformedModule*>(&module)) {
+    copy->reports = known->reports;
+    copy->mup = known->mup;
+    take_tracker(*copy, known->tracker);
+  }
+  return copy;
+}
+
 }  // namespace
 
 const GraphModule& not_null(const std::shared_ptr<GraphModule>& module) {
@@ -25,25 +38,10 @@ const GraphModule& not_null(const std::shared_ptr<GraphModule>& module) {
   throw Error(ErrorKind::InvalidArgument, "a transform is given a null pointer", "", "give it a captured module");
 }
 
-std::shared_ptr<TransformedModule> derive(const GraphModule& module) {
-  auto result =
-      std::make_shared<TransformedModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
-  result->copy_mode(module);
-  if (const auto* known = dynamic_cast<const TransformedModule*>(&module)) {
-    result->reports = known->reports;
-    result->mup = known->mup;
-    take_tracker(*result, known->tracker);
-  }
-  return result;
-}
+std::shared_ptr<TransformedModule> derive(const GraphModule& module) { return copy_with(module.state(), module); }
 
 std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
-  auto copy = std::make_shared<TransformedModule>(graph().clone(), state().deep_copy(), in_spec(), out_spec());
-  copy->copy_mode(*this);
-  copy->reports = reports;
-  copy->mup = mup;
-  take_tracker(*copy, tracker);
-  return copy;
+  return copy_with(state().deep_copy(), *this);
 }
 
 std::shared_ptr<torch::nn::Module> TransformedModule::clone(const std::optional<at::Device>& device) const {
