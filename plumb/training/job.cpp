@@ -293,9 +293,4 @@ void take_trained(const TrainJob& job) {
   if (!loaded.empty()) job.program.module->set_state(loaded);
 }
 
-void save_trained(const TrainOptions& o, const TrainJob& job) {
-  take_trained(job);
-  save_pt2(job.program, o.save);
-}
-
 }  // namespace plumb

@@ -68,8 +68,6 @@ void check_wire(const TrainOptions& options);
 // UsageError or Error.
 TrainJob prepare_job(const TrainOptions& options, TrainParts parts, const TrainHooks& hooks);
 
-// Writes the program with the pipe's weights to options.save.
-void save_trained(const TrainOptions& options, const TrainJob& job);
 // Copies the pipe's weights into the program's own tensors, if these are others.
 void take_trained(const TrainJob& job);
 

@@ -341,11 +341,11 @@ void Trainer::Run::finish() {
   if (!o_.save.empty() || o_.file.empty()) {
     make_room_for_weights(job_);
     gather_state(*job_.pipe, job_.schedule, pipeline);
-    if (!o_.save.empty() && first) {
-      save_trained(o_, job_);
+    const bool saves = !o_.save.empty() && first;
+    if (saves || o_.file.empty()) take_trained(job_);
+    if (saves) {
+      save_pt2(job_.program, o_.save);
       reports_->emit(event::Saved{o_.save});
-    } else if (o_.file.empty()) {
-      take_trained(job_);
     }
   }
   if (unsaved) {
