@@ -7,6 +7,7 @@
 #include <cmath>
 #include <exception>
 
+#include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/pipeline/launch/environment.h"
 #include "plumb/pipeline/launch/spare_ranks.h"
