@@ -132,8 +132,8 @@ std::string header_of(const ScaleChart& chart, const std::vector<Panel>& panels,
   double x = 0;
   for (size_t v = 0; v < chart.variants.size(); ++v) {
     const std::string& name = chart.variants[v].name;
-    out += "<g class=\"" + svg::series_class(v) + "\"><circle class=\"area\" cx=\"" + number(x + 6) + "\" cy=\"" +
-           number(11 + 0.0) + "\" r=\"4.5\" fill=\"" + std::string(svg::series_color(v)) + "\"/>" +
+    out += "<g class=\"" + svg::series_class(v) + "\"><circle class=\"area\" cx=\"" + number(x + 6) +
+           "\" cy=\"11\" r=\"4.5\" fill=\"" + std::string(svg::series_color(v)) + "\"/>" +
            svg::text(x + 16, 15, name, {"text", "start", 12.5, true}) + "</g>";
     x += 36 + svg::text_width(name, 12.5);
   }
