@@ -84,10 +84,12 @@ CALLS = list(calls()) if device.NAME == "testdevice" else []
 
 # Operators that only a tracked graph runs (test_devices.py trains one, too).
 TRACKED = {"track_rounded", "track_traced"}
-# Guards (read once a run or a step, test_devices.py), marks, functions of sizes, and what is a function of the user's.
+# Guards (read once a run or a step, test_devices.py), marks, functions of sizes, what is a function of the user's, and a
+# view.
 NO_VALUES = {
     "control_value", "decision", "guard_answer", "guard_check", "guard_equal", "guard_requires_grad", "guard_size",
     "guard_value", "guard_value_read", "check_input", "check_sizes", "pipe_split", "python_function",
+    "data",
 }  # fmt: skip
 
 
