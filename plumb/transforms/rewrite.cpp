@@ -90,6 +90,12 @@ const Node* source_attribute(const Value* value) {
   return nullptr;
 }
 
+const Value* before_passthrough(const Value* value) {
+  while (is_passthrough(value->producer()) && value->producer()->args()[0].is_value())
+    value = value->producer()->input(0);
+  return value;
+}
+
 std::vector<Use> effective_uses(const Value* value) {
   std::vector<Use> found;
   std::vector<const Value*> open{value};

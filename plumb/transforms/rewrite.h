@@ -43,6 +43,9 @@ std::optional<double> number_of(const Arg& arg);
 // The get_attr node that this value comes from through pass-through nodes; null if something is computed on the way.
 const Node* source_attribute(const Value* value);
 
+// Returns what a value is, before nodes that pass it through.
+const Value* before_passthrough(const Value* value);
+
 // Returns the uses of a value by nodes that compute, seen through pass-through nodes.
 std::vector<Use> effective_uses(const Value* value);
 

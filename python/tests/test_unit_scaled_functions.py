@@ -543,12 +543,15 @@ class Substitution(nn.Linear):
         for i in range(1, x.shape[-2]):
             row, above = solved[..., i, :i].clone(), solved[..., :i, :i].clone()
             solved[..., i, :i] = row + (row.unsqueeze(-1) * above).sum(-2)
-        return solved + torch.eye(x.shape[-2]), lower
+        inverse = solved + torch.eye(x.shape[-2])
+        return inverse, lower, inverse @ x
 
 
 def test_a_forward_substitution_solves_its_equations():
     torch.manual_seed(0)
     scaled = unit_scale(Substitution(4, 4))
-    inverse, lower = scaled(torch.randn(3, 6, 4))
+    x = torch.randn(3, 6, 4)
+    inverse, lower, solution = scaled(x)
     torch.testing.assert_close(inverse @ (torch.eye(6) - lower), torch.eye(6).expand(3, 6, 6), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(solution, inverse @ x)
     assert "it is a step of a forward substitution" in str(plumb.report(scaled))

@@ -8,12 +8,6 @@
 namespace plumb {
 namespace {
 
-const Value* unrearranged(const Value* value) {
-  while (is_passthrough(value->producer()) && value->producer()->args()[0].is_value())
-    value = value->producer()->input(0);
-  return value;
-}
-
 constexpr const char *kLength = "an operand has length 1: its result has the scale of the other, or is a cosine",
                      *kShares = "an operand sums to 1: its result is a mean of the other";
 
@@ -21,22 +15,22 @@ constexpr const char *kLength = "an operand has length 1: its result has the sca
 // division by zero. Null: it is none. `squared`: it is the sum of squares.
 const Value* sum_of(const Value* value, const Value* x, bool squared) {
   while (true) {
-    value = unrearranged(value);
+    value = before_passthrough(value);
     const Node* node = value->producer();
     if (!node->is_call() || node->num_inputs() == 0) return nullptr;
     if (squared && node->is_op("aten::sum")) {
-      const Node* square = unrearranged(node->input(0))->producer();
+      const Node* square = before_passthrough(node->input(0))->producer();
       const bool power = square->is_op("aten::pow") && number_of(square->args()[1]) == 2.0;
       const bool product = square->is_op("aten::mul") && square->num_inputs() == 2;
       const auto operands = square->inputs();
-      const bool same = std::ranges::all_of(operands, [&](const Value* v) { return unrearranged(v) == x; });
+      const bool same = std::ranges::all_of(operands, [&](const Value* v) { return before_passthrough(v) == x; });
       return (power || product) && same ? value : nullptr;
     }
-    if (!squared && node->is_op("aten::sum")) return unrearranged(node->input(0)) == x ? value : nullptr;
+    if (!squared && node->is_op("aten::sum")) return before_passthrough(node->input(0)) == x ? value : nullptr;
     if (!squared && (node->is_op("aten::linalg_vector_norm") || node->is_op("aten::norm"))) {
       const Arg* order = node->try_arg(node->is_op("aten::norm") ? "p" : "ord");
       const bool euclidean = !order || number_of(*order).value_or(2) == 2;
-      return unrearranged(node->input(0)) == x && euclidean ? value : nullptr;
+      return before_passthrough(node->input(0)) == x && euclidean ? value : nullptr;
     }
     if (!squared && node->is_op("aten::sqrt")) {
       squared = true;
@@ -50,17 +44,18 @@ const Value* sum_of(const Value* value, const Value* x, bool squared) {
 
 // Returns why a value has a known length or sum over so many elements; null if it has not.
 const char* normalized_over(const Value* value, int64_t count) {
-  const Node* node = unrearranged(value)->producer();
+  const Node* node = before_passthrough(value)->producer();
   const bool divides = node->is_op("aten::div");
   if ((!divides && !node->is_op("aten::mul")) || node->num_inputs() != 2) return nullptr;
   for (const size_t i : {1, 0}) {
     if (divides && i == 0) break;
-    const Value *x = unrearranged(node->input(1 - i)), *by = unrearranged(node->input(i));
+    const Value *x = before_passthrough(node->input(1 - i)), *by = before_passthrough(node->input(i));
     if (!divides && !by->producer()->is_op("aten::rsqrt")) continue;
     const Value* sum = sum_of(divides ? by : by->producer()->input(0), x, !divides);
     if (sum && sum->meta() && x->meta() && sum->meta()->numel() > 0 &&
         x->meta()->numel() / sum->meta()->numel() == count)
-      return sum->producer()->is_op("aten::sum") && unrearranged(sum->producer()->input(0)) == x ? kShares : kLength;
+      return sum->producer()->is_op("aten::sum") && before_passthrough(sum->producer()->input(0)) == x ? kShares
+                                                                                                       : kLength;
   }
   return nullptr;
 }

@@ -13,6 +13,7 @@
 #include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/scale/attention.h"
 #include "plumb/transforms/scale/choices.h"
+#include "plumb/transforms/scale/inverses.h"
 #include "plumb/transforms/scale/normalized.h"
 #include "plumb/transforms/scale/residual.h"
 
@@ -135,30 +136,6 @@ NodeSet sums_that_cancel(const Graph& graph) {
   return found;
 }
 
-const Node* before_passthrough(const Value* value) {
-  while (is_passthrough(value->producer())) value = value->producer()->input(0);
-  return value->producer();
-}
-
-// Returns why a sum is part of an inverse, as gated delta rules solve their triangular equations (arXiv 2412.06464,
-// section 3.3); null if it is none. With a factor it is no inverse.
-const char* part_of_inverse(const Node* add) {
-  const auto inputs = add->inputs();
-  if (std::ranges::any_of(inputs, [](const Value* v) { return before_passthrough(v)->is_op("aten::eye"); }))
-    return "it adds the identity matrix";
-  // row + (row * rows_before).sum(), written where the row was
-  const bool sums = std::ranges::any_of(inputs, [&](const Value* operand) {
-    const Node* sum = before_passthrough(operand);
-    if (!sum->is_op("aten::sum")) return false;
-    const Node* product = before_passthrough(sum->input(0));
-    return product->is_op("aten::mul") && product->num_inputs() == 2;
-  });
-  const bool writes = std::ranges::any_of(add->result()->uses(), [](const Use& use) {
-    return use.user->is_op("aten::slice_scatter") || use.user->is_op("aten::select_scatter");
-  });
-  return sums && writes ? "it is a step of a forward substitution" : nullptr;
-}
-
 class AddScaler {
  public:
   AddScaler(GraphModule& module, const UnitScaleOptions& options, const NodeSet& keep, const NodeSet& choosing,
@@ -170,7 +147,8 @@ class AddScaler {
         choosing_(choosing),
         report_(report),
         differentiable_(differentiable_nodes(graph_, module.state())),
-        exponents_(nodes_of_exponents(graph_, differentiable_)) {}
+        exponents_(nodes_of_exponents(graph_, differentiable_)),
+        with_inverse_(computed_with_inverse(graph_, module.state())) {}
 
   ScaledAdds run() {
     std::vector<Node*> adds, candidates;
@@ -256,6 +234,8 @@ class AddScaler {
         no_residual_[r.add] = "a node writes in place into the memory of the skip: no residual add";
       } else if (goes_on(r.residual)) {
         no_residual_[r.add] = "one operand is computed from the other and used elsewhere too: no residual add";
+      } else if (found.inside.count(r.add) && weights_skip_by_parameter(r)) {
+        no_residual_[r.add] = "inside a residual branch";  // as what Mamba's scan adds to D * x
       } else if (found.inside.count(r.add) && are_logits(r.add->result())) {
         no_residual_[r.add] = "a bias of attention's logits: no residual add";
       }
@@ -284,6 +264,7 @@ class AddScaler {
     if (choosing_.contains(node)) return kOnlyChooses;
     if (exponents_.contains(node)) return kIsExponent;
     if (const char* why = part_of_inverse(node)) return why;
+    if (with_inverse_.contains(node)) return kWithInverse;
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
@@ -299,7 +280,7 @@ class AddScaler {
   // sin^2 is 1, signal and noise of a diffusion, a choice by a mask, a gated state. Returns the product of two tensors;
   // null for anything else.
   static const Node* weighted(const Value* value) {
-    const Node* node = before_passthrough(value);
+    const Node* node = before_passthrough(value)->producer();
     return node->is_op("aten::mul") && node->num_inputs() == 2 ? node : nullptr;
   }
 
@@ -328,19 +309,33 @@ class AddScaler {
 
   // Numbers that weight the operands of an add, as DeepNorm's 2 * x + f(x), a conformer's x + 0.5 * f(x) and alpha. A
   // residual add takes them into its tau, so that its operands are what the numbers multiply. Products that mix streams
-  // by shares, as hyper-connections do (arXiv 2512.24880), are looked through, too.
+  // by shares, as hyper-connections do (arXiv 2512.24880), or weight them by a parameter are looked through, too.
   struct Weights {
     std::array<double, 2> numbers = {1, 1};
     std::array<Node*, 2> products = {};
     std::array<size_t, 2> inputs = {};  // what of the products is weighted or mixed
   };
 
-  // Returns which input of the product is the streams that it mixes, if nothing else reads the result.
-  static std::optional<size_t> streams_of(const Value* mixture) {
-    const Node* product = mixture->producer();
-    const auto normalized = normalized_operand(product);
-    if (!normalized || !normalized->mixed || mixture->uses().size() != 1) return std::nullopt;
-    return product->input(0) == normalized->mixed ? 0 : 1;
+  // Returns which input of a product is a stream that it mixes, or that a parameter weights (Doge's and ReZero's
+  // skips), if nothing else reads the result.
+  std::optional<size_t> stream_of(const Value* value) const {
+    const Node* product = value->producer();
+    if (!product->is_call() || product->num_inputs() != 2 || value->uses().size() != 1) return std::nullopt;
+    if (const auto normalized = normalized_operand(product); normalized && normalized->mixed)
+      return product->input(0) == normalized->mixed ? 0 : 1;
+    for (size_t i = 0; i < 2 && product->is_op("aten::mul"); ++i) {
+      const auto &made = value->meta(), &stream = product->input(i)->meta();
+      if (!made || !stream || made->sizes != stream->sizes || made->dtype != stream->dtype) continue;
+      const Node* source = source_attribute(product->input(1 - i));
+      const Attr* attr = source ? module_.state().find(source->target()) : nullptr;
+      if (attr && attr->kind == AttrKind::Parameter) return i;
+    }
+    return std::nullopt;
+  }
+
+  bool weights_skip_by_parameter(const ResidualAdd& r) const {
+    const Node* product = weights_.at(r.add).products[r.add->input(0) == r.skip ? 0 : 1];
+    return product && product->is_op("aten::mul") && product->num_inputs() == 2;
   }
 
   void take_weights(Node* add) {
@@ -351,8 +346,8 @@ class AddScaler {
       if (keep_.contains(product)) continue;
       if (const auto number = weight_of(add->input(i)); number && is_weight(weights.numbers[i] * *number))
         weights.numbers[i] *= *number;
-      else if (const auto streams = streams_of(add->input(i)))
-        weights.inputs[i] = *streams;
+      else if (const auto stream = stream_of(add->input(i)))
+        weights.inputs[i] = *stream;
       else
         continue;
       weights.products[i] = product;
@@ -458,7 +453,7 @@ class AddScaler {
   const NodeSet& keep_;
   const NodeSet& choosing_;
   Report& report_;
-  const NodeSet differentiable_, exponents_;
+  const NodeSet differentiable_, exponents_, with_inverse_;
   std::unordered_map<Node*, Weights> weights_;
   NodeSet products_;                                          // all products in weights_
   std::unordered_set<std::string> settled_;                   // names of the products that a tau has taken

@@ -297,6 +297,22 @@ TEST(ScaleAdds, TakeStreamsThatSharesMixForTheSkip) {  // hyper-connections
   EXPECT_THAT(after_scaling(streams + "%c" + sum), Not(HasSubstr("residual"))) << "the branch is no function of them";
 }
 
+TEST(ScaleAdds, TakeAStreamThatAParameterWeightsForTheSkip) {
+  State state;
+  state.add({"w", AttrKind::Parameter, torch::ones({8}).requires_grad_()});
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %w: f32[8] grad = get_attr "w"
+      %s: f32[4, 8] = aten::mul.Tensor(%w, %x)
+      %f: f32[4, 8] = aten::gelu(%x)
+      %y: f32[4, 8] = aten::add.Tensor(%s, %f)
+      output(%y)
+    })",
+                                         state);
+  EXPECT_THAT(text, HasSubstr("aten::mul.Tensor(%w, %x_skip)"));
+  EXPECT_THAT(text, HasSubstr("= plumb::residual_add(%f, %s, 0.5)"));
+}
+
 TEST(ScaleAdds, FollowGradientsThroughComplexNumbers) {
   // FNet mixes tokens by a Fourier transform and keeps its real part: a residual layer, and no straight-through
   // estimator.

@@ -17,6 +17,7 @@
 #include "plumb/transforms/scale/einsum_products.h"
 #include "plumb/transforms/scale/equivalents.h"
 #include "plumb/transforms/scale/experts.h"
+#include "plumb/transforms/scale/inverses.h"
 #include "plumb/transforms/scale/normalized.h"
 #include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/scale_adds.h"
@@ -67,6 +68,7 @@ class UnitScaler {
     report_unmatched();
     differentiable_ = differentiable_nodes(graph_, module_.state());
     choosing_ = nodes_that_only_choose(graph_, module_.state(), differentiable_);
+    with_inverse_ = computed_with_inverse(graph_, module_.state());
     computed_ = computed_from_parameters(graph_, module_.state());
     find_obstacles();
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
@@ -169,6 +171,7 @@ class UnitScaler {
       return why;
     if (!differentiable_.contains(node)) return "no gradient flows through it";
     if (choosing_.contains(node)) return kOnlyChooses;
+    if (with_inverse_.contains(node)) return kWithInverse;
     if (auto normalized = normalized_operand(node)) return normalized->why;
     for (std::string_view argument : equivalent.weights) {
       const Arg* arg = node->try_arg(argument);
@@ -369,7 +372,7 @@ class UnitScaler {
   std::unordered_map<const Node*, bool> kept_;
   std::unordered_map<std::string, std::string> chosen_;  // results of replacements, and their operators
   std::unordered_set<const Replacement*> matched_;
-  NodeSet users_choice_, differentiable_, choosing_;
+  NodeSet users_choice_, differentiable_, choosing_, with_inverse_;
   std::unordered_map<const Node*, std::string> computed_;
   std::unordered_map<size_t, std::string> obstacles_;  // by Node::id(): why nodes with an equivalent are left alone
   ParameterRoles roles_;
