@@ -238,10 +238,11 @@ void GraphWriter::write_node(const Node& node, Level& level) {
   }
   auto python = python_function(node.target());
   std::string target = node.target();
+  // A read of .data is written as torch.export writes it.
   if (python) {
     target = *python;
   } else if (node.is_op("plumb::data")) {
-    target = "torch.ops.aten.detach.default";            // as torch.export writes it
+    target = "torch.ops.aten.detach.default";
   } else if (auto refusal = refused_in_files(target)) {  // nothing is written that load_pt2() would not take
     refuse(node, refusal->message, refusal->remedy);
   } else {

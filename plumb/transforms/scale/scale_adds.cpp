@@ -263,8 +263,10 @@ class AddScaler {
     if (!left_flows && !right_flows) return "no gradient flows through it";
     if (choosing_.contains(node)) return kOnlyChooses;
     if (exponents_.contains(node)) return kIsExponent;
-    if (const char* why = part_of_inverse(node)) return why;
-    if (with_inverse_.contains(node)) return kWithInverse;
+    if (with_inverse_.contains(node)) {
+      const char* why = part_of_inverse(node);
+      return why ? why : kWithInverse;
+    }
     if ((!left_flows && looks_like_mask(left, module_.state())) ||
         (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
