@@ -14,7 +14,7 @@ HtmlReport verdict_page(const VerdictReport& report, const std::string& model) {
       "0.3 x forward; up to ",
       GradientError::kMostOk, " is ok, above ", GradientError::kMostDoubtful, " no."));
   for (const RecipeVerdict& recipe : report.recipes) {
-    if (recipe.problem.empty() && recipe.error.verdict() == VerdictClass::Ok) continue;
+    if (recipe.problem.empty() && recipe.left.empty() && recipe.error.verdict() == VerdictClass::Ok) continue;
     page.section(recipe.name).prose(recipe.sentence());
     if (!recipe.products.empty()) page.add(VerdictReport::products_table(recipe, recipe.products.size()));
     if (recipe.changed()) page.code(recipe.remedy.to_toml());

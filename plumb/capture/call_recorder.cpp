@@ -116,9 +116,11 @@ int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
   }
   if (found.value >= 0) return known_as(found, t, reader);
   if (const auto* node = node_of(t)) {
-    refuse(reader + " uses a tensor of unknown origin that carries a gradient (" + node->name() +
-               "): it was made before the capture, in another thread, or by code that torch's dispatcher does not see",
-           "compute it inside the forward, on the thread that called it (and torch.func.grad by torch.autograd.grad)");
+    refuse(
+        reader + " uses a tensor of unknown origin that carries a gradient (" + node->name() +
+            "): it was made before the capture, in another thread, or by code that torch's dispatcher does not see",
+        "compute it inside the forward, on the thread that called it (torch.func.grad by torch.autograd.grad). Where a "
+        "hook of the model itself computes it, as pruning and weight_norm do, take torch.nn.Sequential(model)");
   }
   return add_constant(t, reader);
 }

@@ -53,7 +53,8 @@ void judge(const VerdictArguments& given) {
   train(o, hooks);
   progress.finish();
   if (concluded.text.empty())
-    throw Error(ErrorKind::Numerics, problem, "", "other data, or a model and a loss that learn from it");
+    throw Error(ErrorKind::Numerics, problem, "",
+                "other data, another recipe, or a model and a loss that learn from it");
   std::cout << (given.json ? concluded.verdict.dump() + "\n" : concluded.text);
   if (given.out.empty()) return;
   write_text(concluded.verdict.at("file").get<std::string>(), given.out);
@@ -82,7 +83,7 @@ void add_verdict(CLI::App& app) {
   sub->add_option("-o,--out", o->out, "A file of the recipe it ends with, for plumb train --formats; - prints it");
   sub->add_flag("--json", o->json,
                 "{conclusion, recipes: [{recipe, backward, by_weight, drift, forward, score, verdict, sentence, "
-                "last, remedied, file, "
+                "last, remedied, file, left, "
                 "products: [{product, direction, gain}]}], file, batches, gradients, full_gradients}");
   sub->footer("Example:\n  plumb verdict gpt.pt2 --data text.bin --recipes fp8,mxfp4 -o recipe.toml");
   sub->callback([o] { judge(*o); });

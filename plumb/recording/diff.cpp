@@ -382,20 +382,6 @@ void conclude(DiffReport& report, std::vector<Compared> compared) {
   }
 }
 
-std::vector<std::string> names_among(const std::vector<HistoryTensor>& tensors,
-                                     const std::vector<HistoryTensor>& first) {
-  std::vector<std::string> names;
-  for (const HistoryTensor& tensor : tensors) names.push_back(tensor.name);
-  const auto place = [](const HistoryTensor& tensor) { return std::tie(tensor.operation, tensor.module); };
-  constexpr auto computed = std::views::filter(&HistoryTensor::is_computed);
-  auto results = tensors | computed, others = first | computed;
-  if (!std::ranges::equal(results, others, {}, place, place)) return names;
-  auto other = others.begin();
-  for (size_t i = 0; i < tensors.size(); ++i)
-    if (tensors[i].is_computed()) names[i] = (other++)->name;
-  return names;
-}
-
 DiffReport diff(const History& a, const History& b, const DiffNames& names) {
   DiffReport report{names.a, names.b};
   std::vector<HistoryTensor> tensors_b = b.tensors;

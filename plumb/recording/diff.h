@@ -67,14 +67,16 @@ struct DiffReport {
   int64_t compared = 0, differing = 0, following = 0, not_comparable = 0;
   std::vector<std::string> only_a, only_b;  // names that the other run does not have
   std::vector<std::string> other_outputs;   // keys or places that one module lacks, or has another constant in
+  std::vector<std::string> lost_gradients;  // parameters that both modules have and of which one has no gradient
   std::vector<DiffTensor> tensors;
   int64_t steps_only_a = 0, steps_only_b = 0;  // steps with hashes that the other run does not have
   uint64_t torn_a = 0, torn_b = 0;             // History::torn_bytes
 
-  // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal.
+  // Returns whether something was compared and nothing differs. A state dict that lacks a name of the other is unequal,
+  // and a module that lacks an output or a parameter's gradient.
   bool equal() const {
     const bool names_differ = by_name() && !(only_a.empty() && only_b.empty());
-    return compared > 0 && !first && !names_differ && other_outputs.empty();
+    return compared > 0 && !first && !names_differ && other_outputs.empty() && lost_gradients.empty();
   }
   bool by_name() const;  // state dicts and checkpoints
   // Returns "Equal to step 411. In step 412 first: the gradient of ...; 40 later ones follow from it."
@@ -106,9 +108,10 @@ std::string conclude_replays(const History& a, const History& b, const History& 
                              const DiffNames& names = {});
 
 // The rest is for module_diff.cpp.
-// Returns the names by which a run's tensors are compared with those of `first`: their own, or, if both have the
-// results of the same operators in the same modules and order, those of `first`. torch.export calls results otherwise
-// than a capture does (sum_1, where that has sum).
+// Returns the names by which a run's tensors are compared with those of `first`: those of `first` for the results of an
+// operator in a module if both runs have as many, else their own. The first of several such results that is computed
+// from the same tensors is taken, else that of the same name, else the first one. torch.export calls results otherwise
+// than a capture does (sum_1, where that has sum), and casts of autocast come in another order.
 std::vector<std::string> names_among(const std::vector<HistoryTensor>& tensors,
                                      const std::vector<HistoryTensor>& first);
 // The finding about one tensor in one microbatch.

@@ -63,6 +63,10 @@ std::string DiffReport::conclusion() const {
       return c10::str("Equal in the ", compared, " tensors that both have. Outputs that one lacks, or has another ",
                       "constant in: ", few(other_outputs), ".");
     }
+    if (!lost_gradients.empty()) {
+      return c10::str("Equal in the ", compared,
+                      " tensors that both have. Parameters of which one has no gradient: ", few(lost_gradients), ".");
+    }
     if (!equal()) {
       return c10::str("Equal in the ", compared, " tensors that both have; ", only_a.size(), " are only in ", a, ", ",
                       only_b.size(), " only in ", b, ".");

@@ -1,6 +1,7 @@
 #include "plumb/recording/module_diff.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +14,7 @@
 #include "plumb/graph/module_state_guard.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/tensors/node_seeds.h"
+#include "plumb/transforms/formats/recurrent_steps.h"
 #include "plumb/transforms/module.h"
 #include "plumb/transforms/track/track_scales.h"
 
@@ -21,13 +23,43 @@ namespace {
 
 using Direction = ScaleTracker::Direction;
 
-std::shared_ptr<GraphModule> tracked(const GraphModule& module, std::shared_ptr<ScaleTracker>& tracker) {
-  tracker = ScaleTracker::create();
-  auto made = derive(module);
-  track_scales(*made, *tracker, nullptr, true);
+std::shared_ptr<ScaleTracker> track(GraphModule& module) {
+  auto tracker = ScaleTracker::create();
+  track_scales(module, *tracker, nullptr, true);
   for (size_t slot = 0; slot < tracker->num_slots(); ++slot)
     tracker->want(static_cast<int64_t>(slot), {.metrics = false, .keep = true});
-  return made;
+  return tracker;
+}
+
+// By module and operator: results whose names say what their nodes draw.
+std::map<std::pair<std::string, std::string>, std::vector<Value*>> draws_of(const GraphModule& module) {
+  std::map<std::pair<std::string, std::string>, std::vector<Value*>> draws;
+  for (const Node* node : module.graph().nodes())
+    if ((node->is_random() || node->is_op("plumb::python_function")) && node->num_results() > 0)
+      draws[{node->meta().module_path(), std::string(node->op_name())}].push_back(node->result(0));
+  return draws;
+}
+
+// Nodes draw by their names, and torch.export and transforms change names. As many nodes of one operator in one module
+// draw in both modules the same numbers one after the other.
+void draw_alike(GraphModule& a, GraphModule& b) {
+  if (random_recurrent_layers(a).size() != random_recurrent_layers(b).size()) {
+    for (GraphModule* module : {&a, &b})
+      for (Node* node : random_recurrent_layers(*module)) take_apart(*module, node);
+  }
+  Graph& graph = b.graph();
+  const auto of_a = draws_of(a);
+  for (const auto& [place, draws] : draws_of(b)) {
+    const auto others = of_a.find(place);
+    if (others == of_a.end() || others->second.size() != draws.size()) continue;
+    for (size_t i = 0; i < draws.size(); ++i) {
+      const std::string name = others->second[i]->name();
+      Value* holder = graph.find_value(name);
+      if (holder == draws[i]) continue;
+      if (holder != nullptr) holder->rename(graph.unique_name(name));
+      draws[i]->rename(name);
+    }
+  }
 }
 
 std::string name_key(const HistoryTensor& tensor) {
@@ -69,7 +101,10 @@ std::map<std::string, Output> outputs_of(const GraphModule& module, const ScaleT
 
 std::vector<HistoryTensor> without_slots(const std::vector<TrackedTensor>& tracked) {
   std::vector<HistoryTensor> tensors;
-  for (const TrackedTensor& each : tracked) tensors.push_back(each.tensor);
+  for (const TrackedTensor& each : tracked) {
+    tensors.push_back(each.tensor);
+    tensors.back().inputs.assign(each.inputs.begin(), each.inputs.end());
+  }
   return tensors;
 }
 
@@ -91,8 +126,9 @@ std::vector<c10::IValue> copies_on_device_of(const GraphModule& module, std::vec
   return inputs;
 }
 
-// Runs a tracked module forward and backward, and leaves nothing behind.
-void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModule&)>& loss_of) {
+// Runs a tracked module forward and backward, and leaves nothing behind. Returns the gradients of its parameters.
+std::map<std::string, at::Tensor> run_both_ways(GraphModule& module,
+                                                const std::function<at::Tensor(GraphModule&)>& loss_of) {
   if (!loss_of)
     throw Error(ErrorKind::InvalidArgument, "ModuleDiff::run() has no function", "", "give one that runs the graph");
   const at::AutoGradMode with_gradients(true);
@@ -106,37 +142,71 @@ void run_both_ways(GraphModule& module, const std::function<at::Tensor(GraphModu
     if (has_gradient) attr.tensor.mutable_grad().reset();
   }
   const at::Tensor loss = loss_of(module);
-  if (!loss.defined()) return;
+  std::map<std::string, at::Tensor> gradients;
+  if (!loss.defined()) return gradients;
   if (loss.numel() != 1) {
     throw Error(ErrorKind::InvalidArgument, c10::str("the loss has ", loss.numel(), " elements"), "",
                 "return a tensor of one element to go backward from");
   }
-  if (loss.requires_grad()) return run_backward_of(module.graph(), [&] { loss.backward(); });
+  if (loss.requires_grad()) {
+    run_backward_of(module.graph(), [&] { loss.backward(); });
+    for (const Attr& attr : module.state())
+      if (attr.tensor.defined() && attr.tensor.grad().defined()) gradients.emplace(attr.name, attr.tensor.grad());
+    return gradients;
+  }
   const auto trained = [](const Attr& attr) { return attr.tensor.defined() && attr.tensor.requires_grad(); };
   if (std::any_of(module.state().begin(), module.state().end(), trained)) {
     throw Error(ErrorKind::InvalidArgument, "the loss depends on no parameter: no gradient would be compared", "",
                 "return a tensor of one element to go backward from, without detach()");
   }
+  return gradients;
+}
+
+std::optional<at::Tensor> gradient_of(const std::map<std::string, at::Tensor>& gradients,
+                                      const std::string& parameter) {
+  const auto found = gradients.find(parameter);
+  return found == gradients.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool has_values(const Attr& attr) { return attr.tensor.defined() && !attr.tensor.is_meta(); }
+
+bool has_hooks(const GraphModule& module, const std::string& parameter) {
+  const Attr* attr = module.state().find(parameter);
+  if (attr == nullptr || !attr->tensor.defined()) return false;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(attr->tensor);
+  return meta != nullptr && (!meta->hooks_.empty() || meta->cpp_hooks_list_ || meta->post_acc_grad_hooks_);
 }
 
 // The tensors of two modules, compared in pairs.
 class Pairs {
  public:
+  using Gradients = std::pair<std::optional<at::Tensor>, std::optional<at::Tensor>>;
+
   Pairs(DiffReport& report, const ScaleTracker& a, const ScaleTracker& b, double tolerance)
       : report_(report), a_(a), b_(b), tolerance_(tolerance) {}
 
-  // Compares the report's last tensor, value and gradient, with the other module's if it has one.
-  void add(int64_t slot, std::optional<int64_t> other) {
+  // Compares the report's last tensor, value and gradient, with the other module's if it has one. `gradients`: those to
+  // compare instead of what was seen in the graphs.
+  void add(int64_t slot, std::optional<int64_t> other, const std::optional<Gradients>& gradients) {
     const size_t place = places_[slot] = report_.tensors.size() - 1;
     const std::string& name = report_.tensors[place].tensor.name;
     if (!other) return report_.only_a.push_back(name);
     others_[slot] = *other;
-    for (const Direction direction : {Direction::Forward, Direction::Backward}) {
-      const auto x = last_of(a_, slot, direction), y = last_of(b_, *other, direction);
-      if (x.has_value() != y.has_value() && direction == Direction::Backward)
-        (x ? report_.only_a : report_.only_b).push_back("the gradient of " + name);
-      if (x && y) compare({place, direction == Direction::Forward ? DiffKind::Value : DiffKind::Gradient}, *x, *y);
+    const auto x = last_of(a_, slot, Direction::Forward), y = last_of(b_, *other, Direction::Forward);
+    if (x && y) compare({place, DiffKind::Value}, *x, *y);
+    const auto [dx, dy] =
+        gradients ? *gradients
+                  : std::pair(last_of(a_, slot, Direction::Backward), last_of(b_, *other, Direction::Backward));
+    if (dx.has_value() != dy.has_value()) {
+      (dx ? report_.only_a : report_.only_b).push_back("the gradient of " + name);
+      if (report_.tensors[place].tensor.operation == "parameter") report_.lost_gradients.push_back(name);
     }
+    if (dx && dy) compare({place, DiffKind::Gradient}, *dx, *dy);
+  }
+
+  // Compares the report's last tensor, a parameter or buffer that no operator takes.
+  void add_unused(const at::Tensor& x, const at::Tensor& y) {
+    compare({report_.tensors.size() - 1, DiffKind::Value}, x, y);
   }
 
   // Values of one name may be other outputs, or one of them none: outputs of one key or place are compared, too.
@@ -197,14 +267,16 @@ at::Tensor sum_of_outputs(const std::vector<c10::IValue>& outputs) {
   return sum;
 }
 
-ModuleDiff::ModuleDiff(const GraphModule& given_a, const GraphModule& given_b) {
-  a = tracked(given_a, of_a_);
-  b = tracked(given_b, of_b_);
+ModuleDiff::ModuleDiff(const GraphModule& given_a, const GraphModule& given_b)
+    : a(derive(given_a)), b(derive(given_b)) {
+  draw_alike(*a, *b);
+  of_a_ = track(*a);
+  of_b_ = track(*b);
 }
 
 void ModuleDiff::run(const std::function<at::Tensor(GraphModule& graph)>& loss) {
-  run_both_ways(*a, loss);
-  run_both_ways(*b, loss);
+  gradients_a_ = run_both_ways(*a, loss);
+  gradients_b_ = run_both_ways(*b, loss);
 }
 
 DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
@@ -240,8 +312,20 @@ DiffReport ModuleDiff::report(const DiffNames& names, double tolerance) const {
     each.tensor.inputs.assign(each.inputs.begin(), each.inputs.end());
     report.tensors.push_back({each.tensor});
     const auto other = find_other(each);
-    pairs.add(each.slot, other == others.end() ? std::nullopt : std::optional(other->second.slot));
+    std::optional<Pairs::Gradients> gradients;
+    if (has_hooks(*a, each.tensor.name) || has_hooks(*b, each.tensor.name))
+      gradients.emplace(gradient_of(gradients_a_, each.tensor.name), gradient_of(gradients_b_, each.tensor.name));
+    pairs.add(each.slot, other == others.end() ? std::nullopt : std::optional(other->second.slot), gradients);
     if (other != others.end()) others.erase(other);
+  }
+  for (const Attr& attr : a->state()) {
+    const Attr* other = b->state().find(attr.name);
+    const std::string kind = attr.kind == AttrKind::Parameter ? "parameter" : "buffer";
+    HistoryTensor tensor{attr.name, parent_of(attr.name), kind};
+    const bool is_used = attr.kind == AttrKind::Constant || names_of_a.contains(name_key(tensor));
+    if (is_used || other == nullptr || !has_values(attr) || !has_values(*other)) continue;
+    report.tensors.push_back({std::move(tensor)});
+    pairs.add_unused(attr.tensor, other->tensor);
   }
   pairs.add_outputs(outputs_a, outputs_b, names_of_b);
   for (const auto& [key, each] : others) report.only_b.push_back(names_of_b.at(each.slot));

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "plumb/graph/graph_module.h"
@@ -12,7 +14,9 @@
 
 namespace plumb {
 
-// Runs of two modules of which every tensor and gradient is kept: memory for all of them, twice.
+// Runs of two modules of which every tensor and gradient is kept: memory for all of them, twice. The gradient of a
+// parameter that has hooks is what these leave of it. Recurrent layers with dropout are taken apart if the other module
+// has no such layers, as formats leave none.
 //
 //   ModuleDiff both(*a, *b);
 //   both.run([&](GraphModule& graph) { return graph(x, y); });  // the loss
@@ -32,7 +36,9 @@ class ModuleDiff {
   DiffReport report(const DiffNames& names = {}, double tolerance = 0) const;
 
  private:
+  using Gradients = std::map<std::string, at::Tensor>;  // by parameter, as the last run left them behind hooks
   std::shared_ptr<ScaleTracker> of_a_, of_b_;
+  Gradients gradients_a_, gradients_b_;
 };
 
 // Returns the sum of the outputs that require gradients, of complex ones the real part. Undefined if none does.

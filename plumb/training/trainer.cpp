@@ -217,7 +217,7 @@ void Trainer::Run::train_step(int64_t step) {
       reports_->concluded(step, *report);
       verdict_.reset();
     } else if (step == o_.steps) {
-      reports_->emit(event::LogProblem{"there is no verdict, for no step could be measured: " + verdict_->problem()});
+      reports_->emit(event::LogProblem{"there is no verdict, for " + verdict_->problem()});
     }
   }
   if (hashes_) hashes_->begin_step(step);

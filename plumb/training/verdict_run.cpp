@@ -64,11 +64,17 @@ std::optional<VerdictReport> VerdictRun::step(int64_t step, bool last, const Par
       measured_ = parts;
     } catch (const Error& e) {
       if (e.kind() != ErrorKind::Numerics) throw;
-      problem_ = e.message();
+      problem_ = "no step could be measured: " + e.message();
     }
   }
   if (!measured_ || !(steps_.empty() || last)) return std::nullopt;
-  return verdict_.conclude(losses(*measured_));
+  try {
+    return verdict_.conclude(losses(*measured_));
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::InvalidState) throw;
+    problem_ = e.message();
+    return std::nullopt;
+  }
 }
 
 }  // namespace plumb

@@ -22,7 +22,7 @@ class VerdictRun {
   // step, or the training's last, returns the verdict. Where a step's gradient is zero or not finite, the next step
   // is measured in its place.
   std::optional<VerdictReport> step(int64_t step, bool last, const Parts& parts);
-  // Returns why no step could be measured.
+  // Returns why there is no verdict: no step could be measured, or no recipe.
   const std::string& problem() const { return problem_; }
 
  private:

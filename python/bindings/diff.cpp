@@ -7,11 +7,21 @@
 #include "module.h"
 #include "plumb/analysis/diff_page.h"
 #include "plumb/recording/module_diff.h"
+#include "plumb/transforms/module.h"
 
 namespace plumb::python {
 namespace {
 
 using namespace py::literals;
+
+// Returns the module with these outputs where they are not None: the graph of a capture does not know its constant
+// ones.
+std::shared_ptr<GraphModule> with_constants(const GraphModule& module, const std::vector<c10::IValue>& outputs) {
+  auto made = derive(module);
+  for (size_t i = 0; i < outputs.size(); ++i)
+    if (!outputs[i].isNone()) made->graph().output_node()->set_arg(i, outputs[i]);
+  return made;
+}
 
 const Register diff_part([](py::module_& m) {
   py::class_<DiffReport>(m, "DiffReport")
@@ -36,7 +46,11 @@ const Register diff_part([](py::module_& m) {
       },
       "outputs"_a);
   py::class_<ModuleDiff>(m, "ModuleDiff")
-      .def(py::init<const GraphModule&, const GraphModule&>(), "a"_a, "b"_a)
+      .def(py::init([](const GraphModule& a, const GraphModule& b, const std::vector<c10::IValue>& outputs_a,
+                       const std::vector<c10::IValue>& outputs_b) {
+             return std::make_unique<ModuleDiff>(*with_constants(a, outputs_a), *with_constants(b, outputs_b));
+           }),
+           "a"_a, "b"_a, "outputs_a"_a, "outputs_b"_a)
       .def_readonly("a", &ModuleDiff::a)
       .def_readonly("b", &ModuleDiff::b)
       .def(

@@ -30,8 +30,8 @@ class Diff:
         self._engine = engine
         found = json.loads(engine.to_json())
         self.equal: bool = found["equal"]
-        """True if something was compared, nothing of it differs, and no state dict lacks a name, no module an output of the
-        other."""
+        """True if something was compared, nothing of it differs, and no state dict lacks a name, no module an output or the
+        gradient of a parameter of the other."""
         self.conclusion: str = found["conclusion"]
         """Names the first tensor that differs, how far apart it is, and how many follow from it."""
         self.statement: str = found["statement"]
@@ -111,7 +111,7 @@ def diff(
         raise Error("two modules are compared on inputs", remedy="diff(a, b, inputs)")
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     (of_a, args_a), (of_b, args_b) = (_graph(x, args) for x in (a, b))
-    both = _C.ModuleDiff(of_a._engine, of_b._engine)
+    both = _C.ModuleDiff(of_a._engine, of_b._engine, *([_constant(x) for x in g._plain_outputs] for g in (of_a, of_b)))
     engines = both.a, both.b
     calls = [(of_a.on(engines[0]), args_a), (of_b.on(engines[1]), args_b)]
     both.run(lambda engine: _loss(*calls[engines.index(engine)], loss))
@@ -156,6 +156,13 @@ def _graph(module: Any, args: tuple) -> tuple[GraphModule, tuple]:
     graph = net if isinstance(net, GraphModule) and net.runs_its_graph else capture(net, *copies())
     sync_state(graph._engine, graph._slots)
     return graph, copies()
+
+
+def _constant(value: Any) -> Any:
+    """Returns an output of a forward that is no tensor as the engine compares it."""
+    if value is None or isinstance(value, (bool, float, str)) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    return repr(value) if isinstance(value, (int, complex, bytes, torch.dtype, torch.device)) else type(value).__qualname__
 
 
 def _loss(graph: GraphModule, args: tuple, loss: Callable[[Any], Tensor] | None) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import _C
+from ._capture.attribute_writes import refuse_modules
 from ._capture.forward import capture
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._state import state_of, sync_state
 from ._trees import children, in_utf8
+from .transforms._apply import copy_module
 
 
 class Verdict:
@@ -38,8 +40,8 @@ class Verdict:
         (the backward's as a share of each weight's own gradient), ``drift`` (the part of the backward's that moves all
         rows of a weight alike, where no step moves them back), ``score``, ``verdict`` (``"ok"``,
         ``"doubtful"``, ``"no"``), ``sentence``, ``products`` (``product``, ``direction``, ``gain``, the largest gain first),
-        ``last`` and ``remedied`` (the errors of the last batch without and with the remedy) and ``file`` (the remedy as a
-        recipe)."""
+        ``left`` (what may multiply and stays in full precision, with the reasons), ``last`` and ``remedied`` (the errors of
+        the last batch without and with the remedy) and ``file`` (the remedy as a recipe)."""
         self.gradients: int = found["gradients"]
         """The number of gradients that were computed, in full precision and rounded."""
 
@@ -90,7 +92,8 @@ def verdict(
     explain: look for what mends a recipe that is not ok: a loss scale, unit scaling, products in a wider format.
 
     A forecast of the loss is not made: the classes *ok*, *doubtful* and *no* are what a few gradients can tell. Raises
-    :class:`plumb.Error` for a module that :func:`plumb.capture` refuses, and for data that ends too early.
+    :class:`plumb.Error` for a module that :func:`plumb.capture` refuses or whose products are rounded already, for data that
+    ends too early, and if no recipe can be measured.
     """
     if not isinstance(net, nn.Module):
         raise Error(f"the model is a {type(net).__name__}", remedy="a torch.nn.Module; plumb.load_pt2(file) makes one")
@@ -99,29 +102,25 @@ def verdict(
     for name, given in (("loss", loss), ("optimizer", optimizer)):
         if given is not None and not callable(given):
             raise Error(f"{name} is a {type(given).__name__}", remedy=f"a function; {_FUNCTIONS[name]}")
+    steps, warmup = (operator.index(n) if hasattr(n, "__index__") else n for n in (steps, warmup))
     if not all(isinstance(number, int) and abs(number) < 2**63 for number in (steps, warmup)):
         raise Error(f"steps={steps!r}, warmup={warmup!r}", remedy="two whole numbers")
+    if not isinstance(explain, bool):
+        raise Error(f"explain={explain!r}", remedy="True or False")
+    refuse_modules(net, with_root=True)
     if empty := [name for name, _, tensor, _ in state_of(net) if tensor.is_meta]:
         raise Error(f"'{empty[0]}' is on the meta device, without values", remedy="net.to_empty(device=...), and weights for it")
     names = _names(_C.default_verdict_recipes() if recipes is None else recipes)
     measured = _C.verdict_steps(steps, warmup)
     devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
-        return _judge(_copy(net), iter(data), loss, names, measured, optimizer, explain)
+        return _judge(copy_module(net), iter(data), loss, names, measured, optimizer, explain)
 
 
 _FUNCTIONS = {
     "loss": "torch.nn.functional.cross_entropy",
     "optimizer": "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
 }
-
-
-def _copy(net: nn.Module) -> nn.Module:
-    with torch.no_grad():  # torch copies parameters of scripted modules by an operator, which would make results of them
-        copied = copy.deepcopy(net)
-    for p, q in zip(net.parameters(), copied.parameters()):
-        q.requires_grad_(p.requires_grad)
-    return copied
 
 
 def _names(recipes: Any) -> list[str]:
@@ -188,7 +187,15 @@ def _judge(
             return Verdict(engine.conclude(of_batch))
         optimizer.zero_grad()
         of_batch(graph._engine).backward()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            if make_optimizer is not None or not any(p.grad is not None and p.grad.is_sparse for p in parameters):
+                raise
+            raise Error(
+                f"AdamW, which the verdict trains with, takes no sparse gradients: {error}",
+                remedy="optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+            ) from None
 
 
 def _arguments(net: nn.Module, inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import plumb
-from plumb.transforms import report, simulate_format, unit_scale, use_fp8
+from plumb.transforms import report, simulate_format, simulate_fp8, unit_scale, use_fp8
 
 
 class Net(nn.Module):
@@ -190,9 +191,9 @@ def test_random_numbers_of_the_loss_are_the_same_in_every_gradient(net):
 
 
 def test_a_recipe_that_rounds_nothing_is_not_called_ok(net):
-    for module in (nn.BatchNorm1d(16), use_fp8(net, kernel="decoded")):
-        found = plumb.verdict(module, batches(2), F.cross_entropy, recipes=["mxfp4"], steps=2)
-        assert "has no product" in found.recipes["mxfp4"]["problem"], found
+    for module, why in ((nn.BatchNorm1d(16), "has no product"), (use_fp8(net, kernel="decoded"), "is rounded already")):
+        with pytest.raises(plumb.Error, match=f"the model {why}"):
+            plumb.verdict(module, batches(2), F.cross_entropy, recipes=["mxfp4"], steps=2)
 
 
 class Attention(nn.Module):
@@ -393,3 +394,70 @@ def test_a_scripted_or_traced_module_has_its_verdict():
         before = [p.detach().clone() for p in made.parameters()]
         assert str(plumb.verdict(made, data, F.mse_loss, recipes="fp8", steps=2)).splitlines()[0] == expected.splitlines()[0]
         assert all(map(torch.equal, before, made.parameters()))
+
+
+class Several(nn.Module):
+    """Products in one operator, which nothing takes apart, and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.head = nn.Parameter(torch.randn(16, 16) / 4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(torch.linalg.multi_dot([x, self.w, self.w]))
+
+
+def test_products_that_no_recipe_rounds_are_named():
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 16), torch.randn(8, 4))]
+    found = plumb.verdict(Several(), batches, nn.functional.mse_loss, recipes=["bf16"], steps=1)
+    assert found.recipes["bf16"]["left"][0].startswith("%linalg_multi_dot (aten::linalg_multi_dot): it multiplies several")
+    assert "leaves in full precision: %linalg_multi_dot" in found.conclusion
+    whole = plumb.verdict(nn.Linear(16, 4), batches, nn.functional.mse_loss, recipes=["bf16"], steps=1)
+    assert whole.recipes["bf16"]["left"] == [] and "full precision" not in str(whole)
+
+
+@pytest.mark.parametrize("transform", [simulate_fp8, use_fp8])
+def test_a_model_that_is_rounded_already_is_refused(transform):
+    batches = [(torch.randn(8, 16), torch.randn(8, 4))]
+    with pytest.raises(plumb.Error, match="the model is rounded already.*\n(.*\n)?.*try: the model before simulate_format"):
+        plumb.verdict(transform(nn.Linear(16, 4)), batches, nn.functional.mse_loss, steps=1)
+
+
+class NoProduct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.gain)
+
+
+def test_a_verdict_without_a_recipe_that_can_be_measured_is_refused():
+    batches = [(torch.randn(8, 4), torch.rand(8, 4))]
+    with pytest.raises(plumb.Error, match="no recipe could be measured: fp8 was not measured: the model has no product"):
+        plumb.verdict(NoProduct(), batches, nn.functional.mse_loss, recipes=["fp8", "unit-fp8"], steps=1)
+
+
+def test_modules_that_keep_what_torch_does_not_copy_are_judged():
+    pruned = nn.Linear(4, 3)
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    batches = [(torch.randn(8, 4), torch.randint(3, (8,)))] * 2
+    found = plumb.verdict(pruned, batches, nn.functional.cross_entropy, recipes=["bf16"], steps=2)
+    assert found.recipes["bf16"]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "says"),
+    [
+        (lambda: nn.LazyLinear(4), {}, "'weight' of LazyLinear has no shape yet"),
+        (lambda: nn.Linear(4, 4), {"explain": "no"}, "explain='no'"),
+        (lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), {}, "takes no sparse gradients"),
+    ],
+)
+def test_what_a_verdict_cannot_take_is_refused_with_what_to_do(make, wrong, says):
+    sparse = says.endswith("gradients")
+    batches = [(torch.randint(9, (8,)) if sparse else torch.randn(8, 4), torch.randn(8, 4))] * 3
+    with pytest.raises(plumb.Error, match=says) as caught:
+        plumb.verdict(make(), batches, nn.functional.mse_loss, **{"recipes": ["fp8"], "steps": 2, **wrong})
+    assert caught.value.remedy

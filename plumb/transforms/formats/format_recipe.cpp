@@ -222,6 +222,27 @@ bool is_product(const Node* node) {
   return facts.contraction || facts.recurrent != RecurrentLayer::None;
 }
 
+bool rounds_values(const Node* node) {
+  return node->is_op("plumb::simulate_format") || (node->is_call() && node->op_name().starts_with("plumb::fp8_"));
+}
+
+std::vector<std::string> unrounded_products(const Report& report) {
+  std::map<std::pair<std::string, std::string>, std::vector<const ReportEntry*>> alike;  // by operator and reason
+  for (const ReportEntry* entry : report.of_kind(ReportKind::LeftAlone)) {
+    constexpr std::string_view kNoProduct[] = {kNotAskedFor, kNoFormats, kIsTable, kNoSum, kNoFloat};
+    if (std::ranges::find(kNoProduct, entry->reason) == std::end(kNoProduct))
+      alike[{entry->from, entry->reason}].push_back(entry);
+  }
+  std::vector<std::string> texts;
+  for (const auto& [what, entries] : alike) {
+    const ReportEntry& first = *entries.front();
+    const std::string more = entries.size() > 1 ? c10::str(" and ", entries.size() - 1, " more") : "";
+    texts.push_back(c10::str("%", first.node, first.module.empty() ? "" : " in " + first.module, more, " (", what.first,
+                             "): ", what.second));
+  }
+  return texts;
+}
+
 void report_unmatched(const GraphModule& module, const std::vector<std::string>& exclude, Report& report) {
   const std::vector<const Node*> products = products_of(module);
   for (const std::string& pattern : exclude) {
@@ -295,6 +316,10 @@ FormatRecipe fit_recipe(const GraphModule& module, FormatRecipe recipe) {
     if (const auto value = numbered.find(p.name); value != numbered.end()) p.name = "%" + value->second;
   }
   const auto is_scaled = [](const Node* node) { return node->target().starts_with("plumb::"); };
+  if (recipe.unit_scaled && products.empty()) {
+    throw Error(ErrorKind::InvalidState, "the recipe is for unit-scaled products, and the model has no matrix product",
+                "", "a model with matrix products");
+  }
   if (recipe.unit_scaled && std::ranges::none_of(products, is_scaled)) {
     throw Error(ErrorKind::InvalidState, "the recipe is for a unit-scaled model, and this one is not", "",
                 "unit_scale it first: plumb opt --pass=unit_scale, or another recipe");

@@ -62,6 +62,11 @@ std::pair<std::string, std::string> formats_of(const Node* product, const std::s
 
 // Returns whether the node is a matrix product, a convolution or a recurrent layer.
 bool is_product(const Node* node);
+// Returns whether the node rounds values or gradients to a format, or multiplies FP8.
+bool rounds_values(const Node* node);
+// Returns the entries about nodes that may multiply and were not rounded, in a text for each operator and reason:
+// "%a in fc and 2 more (aten::b): reason".
+std::vector<std::string> unrounded_products(const Report& report);
 // Adds an entry for every pattern that excludes no product, so that a misspelled name shows.
 void report_unmatched(const GraphModule& module, const std::vector<std::string>& exclude, Report& report);
 // Returns the names of a graph's products in its order, each of one product alone: its module's path, else its

@@ -195,4 +195,14 @@ std::optional<std::string> steps_obstacle(const Node* node, const State& state) 
 
 std::vector<Node*> take_apart(GraphModule& module, Node* node) { return Steps(module, node).run(); }
 
+std::vector<Node*> random_recurrent_layers(GraphModule& module) {
+  std::vector<Node*> layers;
+  for (Node* node : module.graph().nodes()) {
+    if (!is_recurrent(node) || is_recurrent_cell(node) || steps_obstacle(node, module.state())) continue;
+    if (node->arg("train").constant().toBool() && node->arg("dropout").constant().toDouble() > 0)
+      layers.push_back(node);
+  }
+  return layers;
+}
+
 }  // namespace plumb

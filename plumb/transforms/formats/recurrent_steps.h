@@ -17,4 +17,8 @@ std::optional<std::string> steps_obstacle(const Node* node, const State& state);
 // layer. Returns the linear nodes.
 std::vector<Node*> take_apart(GraphModule& module, Node* node);
 
+// Returns the layers that draw for dropout between them and can be taken apart. As one operator they draw by
+// themselves, otherwise than taken apart.
+std::vector<Node*> random_recurrent_layers(GraphModule& module);
+
 }  // namespace plumb

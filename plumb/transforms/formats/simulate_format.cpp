@@ -85,8 +85,7 @@ class Simulator {
       }
       const auto dims = contracted_dims(node, state_);
       if (!dims) {
-        report_.add(ReportKind::LeftAlone, node, node->target(), "",
-                    "it sums over no dimension that two operands share");
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", kNoSum);
         continue;
       }
       use_formats_of(node);
@@ -144,8 +143,8 @@ class Simulator {
     if (!taken_apart_.contains(node) && !is_asked_for(node, options_.operators)) return kNotAskedFor;
     if (node->target().ends_with(".out")) return "it writes into a given tensor";
     if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
-    if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
-    if (!data_.contains(node)) return "it makes a table: no floating-point input and no parameter flows into it";
+    if (!may_be_float(node->result(), state_)) return kNoFloat;
+    if (!data_.contains(node)) return kIsTable;
     return std::nullopt;
   }
 

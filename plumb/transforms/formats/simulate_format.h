@@ -65,5 +65,8 @@ void check_operators(const std::vector<std::string>& operators);
 bool is_asked_for(const Node* product, const std::vector<std::string>& operators);
 inline constexpr const char* kNotAskedFor = "not among the operators asked for";
 inline constexpr const char* kNoFormats = "its formats are none";
+inline constexpr const char* kIsTable = "it makes a table: no floating-point input and no parameter flows into it";
+inline constexpr const char* kNoSum = "it sums over no dimension that two operands share";
+inline constexpr const char* kNoFloat = "it is no floating-point computation";
 
 }  // namespace plumb

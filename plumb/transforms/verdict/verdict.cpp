@@ -8,13 +8,14 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/graph/backward_errors.h"
 #include "plumb/graph/module_state_guard.h"
 #include "plumb/numerics/format.h"
 #include "plumb/tensors/node_seeds.h"
 #include "plumb/transforms/formats/recurrent_steps.h"
+#include "plumb/transforms/formats/simulate_format.h"
 #include "plumb/transforms/module.h"
-#include "plumb/transforms/scale/recurrent.h"
 #include "plumb/transforms/scale/unit_scale.h"
 
 namespace plumb {
@@ -107,16 +108,6 @@ std::vector<at::Tensor> trained(const GraphModule& module) {
   return all;
 }
 
-// Recurrent layers with dropout draw by themselves as long as they are one operator. A recipe takes them apart, into
-// other draws: all graphs that are compared have them apart.
-void take_random_layers_apart(GraphModule& module) {
-  for (Node* node : module.graph().nodes()) {
-    if (!is_recurrent(node) || is_recurrent_cell(node) || steps_obstacle(node, module.state())) continue;
-    if (node->arg("train").constant().toBool() && node->arg("dropout").constant().toDouble() > 0)
-      take_apart(module, node);
-  }
-}
-
 // A batch at the weights as they are: the full-precision gradients, and what is compared with them. Random nodes draw
 // the same numbers in every graph.
 class MeasuredBatch {
@@ -137,8 +128,10 @@ class MeasuredBatch {
     }
     const Gradient& full = recipe.unit_scaled ? *scaled_ : plain_;
     const auto graph = derive(recipe.unit_scaled ? *scaled_module_ : *module_);
-    if (!apply_recipe(*graph, one_way(recipe, backward))) return {};
+    Report changes;
+    if (!apply_recipe(*graph, one_way(recipe, backward), &changes)) return {};
     has_rounded_ = true;
+    left_ = unrounded_products(changes);
     std::vector<at::Tensor> rounded = gradient(*graph);
     for (size_t i = 0; i < rounded.size(); ++i) {
       const at::Tensor& before = full.tensors[i];
@@ -162,6 +155,8 @@ class MeasuredBatch {
             .drift = std::isfinite(drift) ? drift : 0,
             .by_weight = elements > 0 ? std::sqrt(squares / elements) : 0};
   }
+  // Returns what the last recipe left in full precision though it may multiply.
+  std::vector<std::string> left() const { return left_; }
   // Throws Error(InvalidState) for a recipe that rounds nothing of this model.
   GradientError error(const FormatRecipe& recipe) {
     has_rounded_ = false;
@@ -193,7 +188,8 @@ class MeasuredBatch {
   }
 
   std::vector<at::Tensor> gradient(GraphModule& graph) {
-    take_random_layers_apart(graph);
+    // A recipe takes such layers apart, into other draws: all graphs that are compared have them apart.
+    for (Node* node : random_recurrent_layers(graph)) take_apart(graph, node);
     graph.lint();
     const c10::AutoGradMode on(true);
     before_.put_generators_back();  // a part that draws random numbers itself draws the same ones
@@ -234,6 +230,7 @@ class MeasuredBatch {
   ModuleStateGuard before_;
   Gradient plain_;
   bool has_rounded_ = false;
+  std::vector<std::string> left_;
   std::shared_ptr<GraphModule> scaled_module_;
   std::optional<Gradient> scaled_;
 };
@@ -354,6 +351,13 @@ Verdict::Verdict(const GraphModule& module, VerdictOptions options)
     verdict.remedy = verdict.recipe;
     report_.recipes.push_back(std::move(verdict));
   }
+  for (const Node* node : module_->graph().nodes()) {
+    if (!rounds_values(node)) continue;
+    throw Error(ErrorKind::InvalidState,
+                node->describe() + ": the model is rounded already, so that there is no full precision to compare with",
+                node->meta().where(),
+                "the model before simulate_format, simulate_fp8 or use_fp8; plumb train without --formats");
+  }
   if (trained(*module_).empty()) {
     throw Error(ErrorKind::InvalidArgument, "the model has no parameter that is trained", "",
                 "a model with parameters whose requires_grad is true");
@@ -367,12 +371,13 @@ void Verdict::measure(const Parts& parts) {
     if (!verdict.problem.empty()) continue;
     try {
       const GradientError error = batch.error(verdict.recipe);
+      verdict.left = batch.left();
       verdict.error.backward += error.backward;
       verdict.error.drift += error.drift;
       verdict.error.by_weight += error.by_weight;
       verdict.error.forward += error.forward;
     } catch (const Error& e) {  // an error of this recipe: the model itself has run
-      verdict.problem = e.message();
+      verdict.problem = e.message() + (e.remedy().empty() ? "" : " (try: " + e.remedy() + ")");
     }
   }
 }
@@ -380,6 +385,12 @@ void Verdict::measure(const Parts& parts) {
 VerdictReport Verdict::conclude(const Parts& parts) {
   if (report_.batches == 0) {
     throw Error(ErrorKind::InvalidState, "no batch was measured", "", "measure() some batches first");
+  }
+  if (report_.best() == nullptr) {
+    std::vector<std::string> problems;
+    for (const RecipeVerdict& verdict : report_.recipes) problems.push_back(verdict.sentence());
+    throw Error(ErrorKind::InvalidState, "no recipe could be measured: " + join(problems, {}, "; "), "",
+                "other recipes, or a model with matrix products");
   }
   VerdictReport out = report_;
   const auto batches = static_cast<double>(out.batches);

@@ -64,8 +64,11 @@ struct ProductVerdict {
 struct RecipeVerdict {
   std::string name;  // as it was asked for
   FormatRecipe recipe;
-  std::string problem;  // why it was not measured; "" if it was
+  std::string problem;  // why it was not measured, and what to do; "" if it was
   GradientError error;  // the mean of the batches
+  // Names nodes that may multiply and stay in full precision, with the reasons, as unrounded_products() does: an
+  // operator of several products, a custom function.
+  std::vector<std::string> left = {};
 
   // The recipe with its remedy, and the errors of the last batch without and with it. The recipe itself and `error`
   // where it is ok or has none.
@@ -78,6 +81,9 @@ struct RecipeVerdict {
     return remedy.loss_scale != recipe.loss_scale || remedy.unit_scaled != recipe.unit_scaled;
   }
   std::string sentence() const;
+
+ private:
+  std::string about_error() const;
 };
 
 struct VerdictReport {
@@ -113,14 +119,15 @@ class Verdict {
   using Parts = std::vector<Part>;
 
   // Shares the tensors of `module`, whose parameters may be trained between the batches. Throws what read_recipe()
-  // throws, and Error(InvalidArgument) for a model without parameters that are trained.
+  // throws, Error(InvalidArgument) for a model without parameters that are trained, and Error(InvalidState) for one
+  // whose products are rounded already.
   explicit Verdict(const GraphModule& module, VerdictOptions options = {});
 
   // Measures every recipe on a batch: a full-precision gradient for all, and two for each. Throws Error(Numerics) if
   // the full-precision gradient is zero or not finite.
   void measure(const Parts& batch);
   // Returns the verdict. Remedies are looked for on this batch, at the weights as they are. Throws Error(InvalidState)
-  // if nothing was measured.
+  // if no batch was measured, or no recipe could be.
   VerdictReport conclude(const Parts& batch);
 
  private:

@@ -42,6 +42,10 @@ void GradientError::take(const GradientError& other, bool of_backward) {
 
 std::string RecipeVerdict::sentence() const {
   if (!problem.empty()) return name + " was not measured: " + problem;
+  return about_error() + (left.empty() ? "" : " It leaves in full precision: " + join(left, {}, "; ") + ".");
+}
+
+std::string RecipeVerdict::about_error() const {
   const auto is = to_string(error.verdict());
   std::string more;
   if (error.drift >= 0.01) more = " (" + score_text(error.drift) + " more of drift)";
@@ -136,7 +140,7 @@ Table VerdictReport::products_table(const RecipeVerdict& recipe, size_t most) {
 std::string VerdictReport::to_text() const {
   std::string text = conclusion() + "\n\n" + plumb::to_text(table());
   for (const RecipeVerdict& v : recipes) {
-    if (v.error.verdict() == VerdictClass::Ok && v.problem.empty()) continue;
+    if (v.error.verdict() == VerdictClass::Ok && v.problem.empty() && v.left.empty()) continue;
     text += "\n" + v.sentence() + "\n";
     if (!v.products.empty()) text += plumb::to_text(products_table(v, 5));
   }
@@ -159,6 +163,7 @@ nlohmann::json VerdictReport::to_json() const {
       one["last"] = errors(v.last);
       one["remedied"] = errors(v.remedied);
       one["file"] = v.remedy.to_toml();
+      one["left"] = v.left;
       one["products"] = nlohmann::json::array();
       for (const ProductVerdict& p : v.products) {
         one["products"].push_back({{"product", p.product}, {"direction", direction(p.backward)}, {"gain", p.gain}});
