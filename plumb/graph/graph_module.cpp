@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
+#include "plumb/graph/mode.h"
 #include "plumb/graph/own_buffers.h"
 #include "plumb/graph/summary.h"
 #include "plumb/tensors/deferred_checks.h"
@@ -283,10 +284,8 @@ const c10::IValue* constant_of(const Node* node, std::string_view argument) {
 }
 
 const c10::IValue* mode_of(const Node* node) {
-  for (std::string_view argument : {"train", "training"}) {
-    if (const c10::IValue* mode = constant_of(node, argument)) return mode;
-  }
-  return nullptr;
+  const auto name = mode_argument(*node);
+  return name ? constant_of(node, *name) : nullptr;
 }
 
 template <class Holds>

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _C
+from ._capture.guards import enabled_autocast
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._plain_state import from_plain, to_plain
@@ -59,8 +60,8 @@ class Trainer:
     place. `data`: what ``--data`` takes, or any iterable of batches, ``inputs`` or ``(inputs, targets)``, each a tensor or
     a tuple of tensors: a DataLoader, for example. With ``loss="output"`` all of them are the model's inputs. The data is gone
     through again when it ends. If it has ``state_dict()`` and ``load_state_dict()``, checkpoints keep its state, as JSON (of
-    numbers, texts, bytes, tensors, arrays, lists, tuples and dicts); else a resumed run goes through as many batches as were
-    taken. Every rank must have equal batches: all rows of a step. A step whose batches differ ends the training.
+    numbers, texts, bytes, tensors, arrays, lists, tuples and dicts); else a resumed run goes through all batches that were
+    taken, those of earlier epochs too unless the data is a list. Every rank must have equal batches: all rows of a step. A step whose batches differ ends the training.
 
     The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
     options give the same bits as the command. `hooks`: an object with any of the methods ``on_start``, ``on_resume``,
@@ -118,6 +119,12 @@ class Trainer:
         """Trains to the last step, once. An error of the training is a :class:`plumb.Error`."""
         if self._trainer is None:
             raise Error("this training has run", kind=ErrorKind.InvalidState, remedy="make another Trainer")
+        if now := enabled_autocast():
+            raise Error(
+                f"the training is run under torch.autocast to {', '.join(str(dtype) for dtype, _ in now)}, which is no option of its",
+                kind=ErrorKind.InvalidState,
+                remedy='autocast="bf16", outside of torch.autocast',
+            )
         self._progress = progress() if self._wants_progress is None else Progress() if self._wants_progress else None
         try:
             return TrainResult(*self._trainer.run())
@@ -175,11 +182,12 @@ class _Batches:
         self._source = source
         self._iterator: Iterator | None = None
         self._taken = 0  # number of batches taken from the current iterator
+        self._begun = 0  # number of iterators: a loader that shuffles draws anew for each
 
     def next(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for _ in range(2):
             if self._iterator is None:
-                self._iterator, self._taken = iter(self._source), 0
+                self._begin()
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -193,11 +201,13 @@ class _Batches:
             return _tensors(inputs), _tensors(targets)
         raise Error("the data has no batch when it is gone through again", remedy="no generator: a DataLoader or a list")
 
+    def _begin(self) -> None:
+        self._iterator, self._taken, self._begun = iter(self._source), 0, self._begun + 1
+
     def state(self) -> str:
         kept = getattr(self._source, "state_dict", None)
-        if kept is None:
-            return json.dumps({"batches": self._taken})
-        return json.dumps({"batches": self._taken, "state": to_plain(kept(), "the data's state")})
+        how = {"begun": self._begun} if kept is None else {"state": to_plain(kept(), "the data's state")}
+        return json.dumps({"batches": self._taken, **how})
 
     def load_state(self, text: str) -> None:
         state = json.loads(text)
@@ -206,9 +216,27 @@ class _Batches:
         restored = "state" in state and hasattr(self._source, "load_state_dict")
         if restored:
             self._source.load_state_dict(from_plain(state["state"], "state of the data"))
-        self._iterator, self._taken = iter(self._source), state["batches"]
-        for _ in range(0 if restored else self._taken):
-            next(self._iterator, None)
+        begun = state.get("begun", 1)
+        if not isinstance(begun, int):
+            raise Error("the checkpoint's position in the data is not one of an iterable", remedy="the data it was written with")
+        if restored:
+            self._begin()
+            self._taken = state["batches"]
+            return
+        # A loader that shuffles draws when it begins, as it goes and when it ends. A list is the same each time.
+        for _ in range(0 if isinstance(self._source, (list, tuple)) else begun - 1):
+            self._begin()
+            for _ in self._iterator or ():
+                pass
+        self._begin()
+        self._begun = begun
+        for taken in range(state["batches"]):
+            if next(self._iterator, None) is None:
+                raise Error(
+                    f"the data ends after {taken} batches, and the checkpoint was written after {state['batches']} of them",
+                    remedy="the data it was written with",
+                )
+            self._taken += 1
 
     def identity(self) -> str:
         return type(self._source).__qualname__

@@ -311,48 +311,68 @@ def _find(folder: str | os.PathLike) -> Checkpoint:
     return found
 
 
-def _load_optimizer(checkpoint: Checkpoint, about: Mapping[str, Any], optimizer: Any, names: Mapping[int, str]) -> None:
-    options = {name: group["options"] for group in about["groups"] for name in group["params"]}
-    stored = checkpoint.optimizer_names()
-    keys = sorted({name.partition("/")[0] for name in [*stored, *about["values"]]})
-    ties = checkpoint.ties()
-    for group, members in _named(optimizer, names):
-        saved = [options.get(name, options.get(ties.get(name, ""))) for name, _ in members]
-        if None in saved:
-            raise Error(
-                f"{checkpoint.folder}: no optimizer's state of '{members[saved.index(None)][0]}' was saved",
-                kind=ErrorKind.UnknownName,
-                remedy="save with the optimizer, or load without",
-            )
-        if any(other != saved[0] for other in saved):
-            raise Error(
-                f"{checkpoint.folder}: parameters of one group, '{members[0][0]}' among them, were saved with different"
-                " options",
-                kind=ErrorKind.TensorMismatch,
-                remedy="make the optimizer's groups as they were",
-            )
-        for key, value in (saved[0] if saved else {}).items():
-            now = group.get(key)
-            if isinstance(now, Tensor):
-                now.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(now, tuple) else value
-        on_device = group.get("capturable") or group.get("fused")
-        for name, parameter in members:
-            state: dict[str, Any] = {}
-            for key in keys:
-                full = f"{key}/{name}"
-                if checkpoint.has_optimizer(full):
-                    value = checkpoint.read_optimizer(full)
-                    if key == "step" and not value.is_floating_point():  # C++ counts in whole numbers
-                        value = value.to(torch.float32)
-                    state[key] = value if key == "step" and not on_device else value.to(parameter.device)
-                elif full in about["values"]:
-                    state[key] = about["values"][full]
-            if state:
-                optimizer.state[parameter] = state
-            else:
-                optimizer.state.pop(parameter, None)
+class _OptimizerLoad:
+    """The part of a checkpoint that is for an optimizer. All of it is checked before `write` changes anything."""
+
+    def __init__(self, checkpoint: Checkpoint, about: Mapping[str, Any], optimizer: Any, names: Mapping[int, str]):
+        self._checkpoint, self._values, self._optimizer = checkpoint, about["values"], optimizer
+        options = {name: group["options"] for group in about["groups"] for name in group["params"]}
+        ties = checkpoint.ties()
+        self._groups = []
+        for group, members in _named(optimizer, names):
+            saved = [options.get(name, options.get(ties.get(name, ""))) for name, _ in members]
+            if None in saved:
+                raise Error(
+                    f"{checkpoint.folder}: no optimizer's state of '{members[saved.index(None)][0]}' was saved",
+                    kind=ErrorKind.UnknownName,
+                    remedy="save with the optimizer, or load without",
+                )
+            if any(other != saved[0] for other in saved):
+                raise Error(
+                    f"{checkpoint.folder}: parameters of one group, '{members[0][0]}' among them, were saved with different"
+                    " options",
+                    kind=ErrorKind.TensorMismatch,
+                    remedy="make the optimizer's groups as they were",
+                )
+            # Other versions of torch and schedulers of rates add options; another kind of optimizer lacks some, too.
+            only_saved = set(saved[0] if saved else group) - set(group)
+            only_now = set(group) - {"params", "param_names"} - set(saved[0] if saved else group)
+            if only_saved and only_now:
+                raise Error(
+                    f"{checkpoint.folder}: was saved with an optimizer of the options {', '.join(sorted(only_saved))}, and"
+                    f" {type(optimizer).__name__} has {', '.join(sorted(only_now))} instead",
+                    kind=ErrorKind.TensorMismatch,
+                    remedy="make an optimizer of the kind it was saved with, or load without one",
+                )
+            self._groups.append((group, members, saved[0] if saved else {}))
+
+    def write(self) -> None:
+        checkpoint = self._checkpoint
+        stored = checkpoint.optimizer_names()
+        keys = sorted({name.partition("/")[0] for name in [*stored, *self._values]})
+        for group, members, saved in self._groups:
+            for key, value in saved.items():
+                now = group.get(key)
+                if isinstance(now, Tensor):
+                    now.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(now, tuple) else value
+            on_device = group.get("capturable") or group.get("fused")
+            for name, parameter in members:
+                state: dict[str, Any] = {}
+                for key in keys:
+                    full = f"{key}/{name}"
+                    if checkpoint.has_optimizer(full):
+                        value = checkpoint.read_optimizer(full)
+                        if key == "step" and not value.is_floating_point():  # C++ counts in whole numbers
+                            value = value.to(torch.float32)
+                        state[key] = value if key == "step" and not on_device else value.to(parameter.device)
+                    elif full in self._values:
+                        state[key] = self._values[full]
+                if state:
+                    self._optimizer.state[parameter] = state
+                else:
+                    self._optimizer.state.pop(parameter, None)
 
 
 def load(
@@ -392,13 +412,14 @@ def load(
     by_python = isinstance(document, dict) and set(document) - _ABOUT_WEIGHTS == {"plain_state", "groups", "values"}
     state = from_plain(document["plain_state"], "state") if by_python else document
     _refuse_other_weights(checkpoint, document, model, all_tensors)
+    if optimizer is not None and not by_python:
+        raise Error(
+            f"{checkpoint.folder}: was written by another trainer, which keeps the options of its optimizer itself",
+            kind=ErrorKind.Unsupported,
+            remedy="load without the optimizer; its state is in read_optimizer(name)",
+        )
+    of_optimizer = None if optimizer is None else _OptimizerLoad(checkpoint, document, optimizer, _names(tensors))
     checkpoint.load(list(tensors.items()))
-    if optimizer is not None:
-        if not by_python:
-            raise Error(
-                f"{checkpoint.folder}: was written by another trainer, which keeps the options of its optimizer itself",
-                kind=ErrorKind.Unsupported,
-                remedy="load without the optimizer; its state is in read_optimizer(name)",
-            )
-        _load_optimizer(checkpoint, document, optimizer, _names(tensors))
+    if of_optimizer is not None:
+        of_optimizer.write()
     return checkpoint.step, state

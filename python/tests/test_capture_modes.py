@@ -283,3 +283,40 @@ def test_the_order_of_keywords_counts_where_the_forward_hears_it():
     tracked = plumb.transforms.track_scales(model)
     for more in ({"a": a, "b": b}, {"b": b, "a": a}):
         assert torch.equal(tracked(x, y, **more), model(x, y, **more))
+
+
+def normed(make):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 3))
+
+
+PATHS_BY_MODE = {
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
+    "parametrized": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "instance norm": lambda: nn.InstanceNorm1d(2, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("name", PATHS_BY_MODE)
+def test_layers_of_torch_that_take_another_path_in_evaluation_are_not_evaluated_by_a_graph_of_training(name):
+    x = torch.randn(4, 2, 6)
+    graph = plumb.capture(normed(PATHS_BY_MODE[name]), x).eval()
+    with pytest.raises(plumb.Error, match="cannot change to evaluation mode"):
+        graph(x)
+
+
+@pytest.mark.parametrize("name", PATHS_BY_MODE)
+def test_pipes_follow_the_mode_of_layers_of_torch(name):
+    net, x = normed(PATHS_BY_MODE[name]), torch.randn(4, 2, 6)
+    pipe = plumb.pipelining.pipeline(net, (x,), split_spec={"1": plumb.pipelining.SplitPoint.BEGINNING})
+    pipe(x)
+    pipe.eval()
+    state = [b.clone() for b in net.buffers()]
+    out = pipe(x)[0]
+    assert torch.equal(out, net.eval()(x)) and all(map(torch.equal, state, net.buffers()))
+
+
+@pytest.mark.parametrize("make", [nn.InstanceNorm1d, lambda n: nn.BatchNorm1d(n, track_running_stats=False)])
+def test_norms_without_running_statistics_have_one_path(make):
+    net, x = normed(lambda: make(2)), torch.randn(4, 2, 6)
+    assert torch.equal(plumb.capture(net, x).eval()(x), net.eval()(x))

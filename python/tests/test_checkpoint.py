@@ -441,3 +441,16 @@ def test_what_is_no_tensor_of_a_state_dict_is_named_and_the_remedy_holds(tmp_pat
     plumb.checkpoint.save(tmp_path, tensors[0], optimizer, step=1)
     plumb.checkpoint.load(tmp_path, tensors[1], torch.optim.Adam(other.parameters()))
     assert torch.equal(other.layer.weight, net.layer.weight)
+
+
+@pytest.mark.parametrize(("first", "then"), [("sgd", "adamw"), ("adamw", "sgd"), ("rmsprop", "adamw")])
+def test_another_kind_of_optimizer_is_refused_before_anything_changes(tmp_path, first, then):
+    net, other = make_net(), make_net()
+    optimizer = OPTIMIZERS[first](net.parameters())
+    net(batch(0)[0]).sum().backward()
+    optimizer.step()
+    plumb.checkpoint.save(tmp_path, net, optimizer, step=1)
+    before = other[0].weight.clone()
+    with pytest.raises(plumb.Error, match="was saved with an optimizer of the options .* instead"):
+        plumb.checkpoint.load(tmp_path, other, OPTIMIZERS[then](other.parameters()))
+    assert torch.equal(other[0].weight, before)

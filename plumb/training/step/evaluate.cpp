@@ -9,6 +9,7 @@
 #include <set>
 
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/mode.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/step/loss.h"
@@ -20,12 +21,7 @@ namespace {
 void stop_training(Graph& graph) {
   for (Node* node : graph.nodes()) {
     if (!node->is_call()) continue;
-    for (const char* name : {"train", "training"}) {
-      const Arg* arg = node->try_arg(name);
-      if (arg != nullptr && arg->is_constant() && arg->constant().isBool()) node->set_arg(name, false);
-      // native_dropout's is an optional bool: none means training.
-      if (arg != nullptr && arg->is_none()) node->set_arg(name, false);
-    }
+    if (const auto mode = mode_argument(*node)) node->set_arg(*mode, false);
     const Arg* share = node->try_arg("dropout_p");  // dropout probability of scaled_dot_product_attention
     if (share != nullptr && share->is_constant() && share->constant().isDouble()) node->set_arg("dropout_p", 0.0);
   }

@@ -179,6 +179,9 @@ def parts_of_class(cls: type) -> list[Any]:
     ]
 
 
+_NORMS_OF_WEIGHTS = os.path.dirname(nn.utils.__file__) + os.sep
+
+
 class Observer:
     """Attributes of modules and plain objects that are read while it is on."""
 
@@ -220,9 +223,11 @@ class Observer:
         return __getattribute__
 
     def _note_mode(self, owner: Any, frame: types.FrameType) -> None:
-        # Operators have the modes that torch's layers give them. Attention leaves its dropout out.
+        # Operators have the modes that torch's layers give them. Attention leaves its dropout out; spectral norms, which
+        # are no layers, take another path.
         attention = isinstance(owner, nn.MultiheadAttention) and owner.__dict__.get("dropout")
-        if attention or not frame.f_code.co_filename.startswith(INSIDE):
+        file = frame.f_code.co_filename
+        if attention or not file.startswith(INSIDE) or file.startswith(_NORMS_OF_WEIGHTS):
             self.mode_line = line_of(frame)
 
     def begin(self, modules: Modules, forward: Any, inputs: list) -> None:

@@ -77,7 +77,7 @@ def path_of(engine: Any) -> str:
     return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
 
 
-_MODES = ("train", "training", "dropout_p")  # arguments of operators that say the mode
+_MODES = ("train", "training", "use_input_stats", "dropout_p")  # arguments of operators that say the mode
 
 
 def path_in_any_mode(engine: Any) -> list:

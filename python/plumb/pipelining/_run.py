@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +165,28 @@ def group_timeout(given, group: dist.ProcessGroup | None) -> float:
     return given.total_seconds() if isinstance(given, datetime.timedelta) else float(given)
 
 
+_stages_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def running(stages: list) -> Iterator[None]:
+    """Refuses a step of stages that are in one already, before anything of that one is touched."""
+    with _stages_lock:
+        if busy := [stage.stage_index for stage in stages if getattr(stage, "in_step", False)]:
+            raise Error(
+                f"stage {busy[0]} runs in a step already",
+                kind=ErrorKind.InvalidState,
+                remedy="one step of a stage at a time: no other thread's, and none from a loss function or a hook",
+            )
+        for stage in stages:
+            stage.in_step = True
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.in_step = False
+
+
 class _Step:
     """One step: its arguments and its results."""
 
@@ -179,7 +202,11 @@ class _Step:
         self.args, self.kwargs, self.targets, self.loss_kwargs = args, kwargs, targets, loss_kwargs
         self.keep_outputs, self.train = keep_outputs, train
         self.context = _PipelineContext(schedule, args, kwargs, targets)
-        self.rows = rows_of(args if targets is None else targets)
+        cut, schedule._rows = schedule._rows, None
+        if targets is None and cut:
+            self.rows = cut if len(set(cut)) > 1 else []
+        else:
+            self.rows = rows_of(list(zip(args, kwargs)) if targets is None else targets)
         self.weights = [n * len(self.rows) / sum(self.rows) for n in self.rows] if schedule.scale_grads else []
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
@@ -288,6 +315,7 @@ class Run:
     def __init__(self, table: _C.Schedule, stages: list[_PipelineStageBase], timeout: float, functions: dict, **options):
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.current: _Step | None = None
+        self.options = options
         self._divisor = table.num_microbatches if options.get("scale_grads") else 1
         layout = self.stages[0].layout or self.stages[0].chain()
         group = self.stages[0].group

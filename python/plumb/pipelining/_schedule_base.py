@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import os
+import threading
 from collections.abc import Callable, Container
 from typing import Any, Literal
 
@@ -16,9 +18,9 @@ from .._arguments import checked
 from .._errors import Error, ErrorKind
 from .._state import is_compiled
 from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _check, _row, _schedule, _table, _validate_schedule
-from ._run import CustomFunctions, Run, group_timeout, prepare_own
+from ._run import CustomFunctions, Run, group_timeout, prepare_own, running
 from ._utils import InvalidSchedule, InvalidType, InvalidValue
-from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from .microbatch import TensorChunkSpec, _split_tensor, bounds, check_lengths, merge_chunks, split_into_chunks
 from .stage import _PipelineStageBase
 
 _OPTIONS = ("scale_grads", "record_timeline", "check_numerics", "seed", "first_step", "gradient_groups")  # the engine's
@@ -64,6 +66,9 @@ class _PipelineSchedule(CustomFunctions):
         super().__init_subclass__(**kwargs)
         shared = inspect.cleandoc(_PipelineSchedule.__doc__ or "").partition("\n\n")[2]
         cls.__doc__ = "\n\n".join(filter(None, [inspect.cleandoc(cls.__doc__ or ""), shared]))
+
+    _evaluates = 0  # the thread whose eval() calls step()
+    _rows: list[int] | None = None  # one number a microbatch, where a whole batch was cut here
 
     _name: str | None = None  # name for _C.make_schedule(); None: it is not made from a name
     _stages: list[_PipelineStageBase]
@@ -130,7 +135,7 @@ class _PipelineSchedule(CustomFunctions):
         """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
 
         Every rank gives what its own stages need: `args` on the rank of the first stage, `target` on the rank of the
-        last. `losses` is filled with a loss a microbatch there, and the outputs are returned as one; elsewhere None.
+        last, which weighs microbatches of other sizes by the rows of its target: without one, give it `args`, too. `losses` is filled with a loss a microbatch there, and the outputs are returned as one; elsewhere None.
         A batch that is cut already is given as `arg_mbs` (tuples), `kwarg_mbs` (dicts) and `target_mbs`, one for each
         microbatch, instead.
 
@@ -146,10 +151,25 @@ class _PipelineSchedule(CustomFunctions):
                 kind=ErrorKind.InvalidState,
                 remedy="eval() under torch.no_grad()",
             )
+        whole = (args, kwargs, target)
+        microbatches = (arg_mbs, kwarg_mbs, target_mbs)
+        with contextlib.nullcontext() if self._evaluates == threading.get_ident() else running(self._stages):
+            self._evaluates = 0
+            return self._step_batch(whole, microbatches, losses, return_outputs, loss_kwargs, finalize_gradients)
+
+    def _step_batch(self, whole_batch, microbatches, losses, return_outputs, loss_kwargs, finalize_gradients) -> Any:
+        (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs) = whole_batch, microbatches
         if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
             chunk_specs = self._args_chunk_spec, self._kwargs_chunk_spec
-            arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, self._n_microbatches, *chunk_specs)
+            arg_mbs, kwarg_mbs, lengths = split_into_chunks(args, kwargs, self._n_microbatches, *chunk_specs)
             target_mbs = self._split_target(target)
+            names = ["an input"] * len(lengths)
+            if isinstance(target, torch.Tensor) and lengths:
+                lengths.append(len(target))
+                names.append("the target")
+            check_lengths(lengths, len(arg_mbs), names)
+            if lengths:
+                self._rows = [end - start for start, end in bounds(lengths[0], len(arg_mbs))]
         elif args or kwargs or target is not None:
             whole = "a positional input" if args else f"'{next(iter(kwargs))}'" if kwargs else "target"
             raise InvalidValue(
@@ -167,11 +187,13 @@ class _PipelineSchedule(CustomFunctions):
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Forwards only, without autograd. Losses where a target is given. Microbatches as for `step`."""
-        has_backward, self._has_backward = self._has_backward, False
-        try:
-            return self.step(*args, target=target, losses=losses, **kwargs)
-        finally:
-            self._has_backward = has_backward
+        with running(self._stages):
+            has_backward, self._has_backward = self._has_backward, False
+            self._evaluates = threading.get_ident()
+            try:
+                return self.step(*args, target=target, losses=losses, **kwargs)
+            finally:
+                self._has_backward, self._evaluates = has_backward, 0
 
     def _step_microbatches(
         self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None, return_outputs=True, loss_kwargs=None
@@ -185,11 +207,21 @@ class _PipelineSchedule(CustomFunctions):
             if own:
                 raise own
             self._run = self._engine_run()
+        self._refuse_late_options(self._run)
         found = self._run.step(
             self, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {}, return_outputs, self._has_backward
         )
         if losses is not None and any(stage.is_last for stage in self._stages):
             losses[:] = found
+
+    def _refuse_late_options(self, run: Run) -> None:
+        for name, used in run.options.items():
+            if (now := getattr(self, name)) != used:
+                raise Error(
+                    f"{name} is {now!r} by now, and the schedule began with {used!r}",
+                    kind=ErrorKind.InvalidState,
+                    remedy="set it before the first step or eval(), or make another schedule of the stages",
+                )
 
     def _engine_run(self) -> Run:
         return Run(
@@ -259,7 +291,7 @@ class _PipelineSchedule(CustomFunctions):
     def _split_target(self, target) -> list | None:
         if target is None or isinstance(target, torch.Tensor):
             return None if target is None else _split_tensor(target, TensorChunkSpec(0), self._n_microbatches)
-        return [args[0] for args in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
+        return [args[0] for args in split_into_chunks((target,), None, self._n_microbatches)[0]]
 
 
 def compute_actions(actions: Table, others: Container = ()) -> Table:

@@ -74,7 +74,7 @@ def _default_spec(value):
     return TensorChunkSpec(DEFAULT_CHUNK_DIM) if cut else _Replicate()
 
 
-def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
+def bounds(length: int, chunks: int) -> list[tuple[int, int]]:
     """Returns the bounds of `chunks` parts of a length; the first ones are one longer if it does not divide."""
     quotient, rest = divmod(length, chunks)
     starts = [i * quotient + min(i, rest) for i in range(chunks + 1)]
@@ -105,7 +105,7 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
         )
     if is_distributed(tensor):
         # Every rank cuts what it holds: no communication, and the placements stay.
-        locals_and_bounds = zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), _bounds(tensor.shape[dim], num_chunks))
+        locals_and_bounds = zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), bounds(tensor.shape[dim], num_chunks))
         return [_distributed_like(tensor, local, dim, end - start) for local, (start, end) in locals_and_bounds]
     parts = list(torch.tensor_split(tensor, num_chunks, dim))
     if tensor.requires_grad and tensor.is_leaf:
@@ -125,7 +125,7 @@ def _split_block_mask(block_mask, num_chunks: int) -> list:
         return lambda b, h, q, kv: block_mask.mask_mod(b + by, h, q, kv)
 
     parts = []
-    for start, end in _bounds(batch, num_chunks):
+    for start, end in bounds(batch, num_chunks):
         parts.append(block_mask[start:end])
         parts[-1].mask_mod = shifted(start)
     return parts
@@ -166,6 +166,23 @@ def split_args_kwargs_into_chunks(
     divide the first microbatches get one row more. Fewer than `chunks` microbatches come back where a tensor has fewer
     rows.
     """
+    return split_into_chunks(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec)[:2]
+
+
+def check_lengths(lengths: list[int], chunks: int, names: list[str]) -> None:
+    """Refuses rows of a batch that do not lie in the same microbatches: other lengths, unless microbatches divide each."""
+    for length, name in zip(lengths, names):
+        if length != lengths[0] and any(n % chunks for n in lengths):
+            raise InvalidSchedule(
+                f"{name} of {length} rows is not cut into {chunks} microbatches beside {names[0]} of {lengths[0]} rows",
+                remedy="as many rows in all; for what every microbatch gets whole a chunk spec, _Replicate()",
+            )
+
+
+def split_into_chunks(
+    args: tuple[Any, ...], kwargs: dict[str, Any] | None, chunks: int, args_chunk_spec=None, kwargs_chunk_spec=None
+) -> tuple[list[tuple], list[dict], list[int]]:
+    """Returns also the lengths of what was cut."""
     whole = (tuple(args), dict(kwargs or {}))
     given = (args_chunk_spec if whole[0] else None, kwargs_chunk_spec if whole[1] else None)
     specs = tuple(
@@ -187,7 +204,7 @@ def split_args_kwargs_into_chunks(
         raise InvalidSchedule("an argument with no rows cannot be cut into microbatches")
     parts = [_split_value(value, spec, real) for value, spec in zip(values, flat_specs)]
     split = [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(real)]
-    return [args for args, _ in split], [kwargs for _, kwargs in split]
+    return [args for args, _ in split], [kwargs for _, kwargs in split], lengths
 
 
 def _concatenate(values: list, dim: int):
@@ -211,6 +228,11 @@ def merge_chunks(chunks: list[Any], chunk_spec) -> Any:
     if chunk_spec is None:
         structure = flat[0][1]
         specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(v, torch.Tensor) else None for v in flat[0][0]]
+        if other := next((i for i, (_, each) in enumerate(flat) if each != structure), None):
+            raise InvalidValue(
+                f"the outputs of microbatch {other} have another structure than those of microbatch 0: {flat[other][1]}, {structure}",
+                remedy="step(..., return_outputs=False), or outputs of one structure",
+            )
     else:
         specs, structure = pytree.tree_flatten(chunk_spec)
     for values, _ in flat:
