@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "plumb/capture/capture_mode.h"
 #include "plumb/capture/session.h"
@@ -50,7 +51,8 @@ std::optional<RetryReason> reason_to_retry(const Session& session) {
   if (session.attempt.retry) return session.attempt.retry;
   // The failure may be one of the zeros.
   if (session.attempt.skipped) return RetryReason::NeedsValues;
-  if (!session.recorder.refusal) return std::nullopt;
+  if (!session.recorder.refusal)
+    return session.attempt.mode.tell_libraries ? std::optional(RetryReason::LibraryFails) : std::nullopt;
   if (session.recorder.refused_in_library) return RetryReason::LibraryBranches;
   if (session.recorder.refusal->kind() == ErrorKind::DataDependent) return RetryReason::DataDependent;
   return std::nullopt;
@@ -109,13 +111,16 @@ AllowedModes allowed_modes(const CaptureRequest& request, const CaptureOptions& 
 
 // Begins in `mode` and leaves there the one that the forward took.
 OneCapture capture_in_modes(const CaptureRequest& request, const CaptureOptions& options, CaptureMode& mode) {
+  std::exception_ptr refused;  // what a graph cannot hold of the library's other way
   while (true) {
     Attempt attempt{mode};
     try {
       return capture_once(request, options, attempt);
     } catch (...) {
       const auto next = attempt.retry ? next_mode(mode, *attempt.retry, allowed_modes(request, options)) : std::nullopt;
+      if (!next && refused && attempt.retry == RetryReason::LibraryFails) std::rethrow_exception(refused);
       if (!next) throw;
+      if (attempt.retry == RetryReason::LibraryBranches) refused = std::current_exception();
       mode = *next;
     }
   }
@@ -335,6 +340,11 @@ std::optional<CaptureMode> next_mode(const CaptureMode& mode, RetryReason reason
   switch (reason) {
     case RetryReason::NeedsComposites: next.open_composites = true; break;
     case RetryReason::NeedsValues: next.skip_compute = false; break;
+    case RetryReason::LibraryFails:
+      if (!allowed.guard_values) return std::nullopt;
+      if (!mode.guard_values) next = first_mode(allowed, true);
+      next.tell_libraries = false;
+      break;
     case RetryReason::LibraryBranches:
       if (allowed.tell_libraries && !mode.tell_libraries && !mode.guard_values) {
         next = first_mode(allowed, false);

@@ -25,6 +25,7 @@ enum class RetryReason {
   NeedsValues,      // the forward asks for values, or fails on zeros, while computation is skipped
   NeedsComposites,  // a backward pass runs inside the forward: it works on what composite operators are made of
   LibraryBranches,  // a library that has another way for graph makers did something that a graph cannot hold
+  LibraryFails,     // the forward fails on the way that a library takes for graph makers
   DataDependent,    // the forward takes values out of tensors
 };
 

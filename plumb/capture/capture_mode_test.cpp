@@ -46,6 +46,12 @@ TEST(CaptureMode, TellsLibrariesBeforeItGuards) {
   EXPECT_EQ(text(next_mode({true, false, true}, RetryReason::LibraryBranches, kLibraries)), "none");
 }
 
+TEST(CaptureMode, TellsLibrariesNoMoreWhereTheirOtherWayFails) {
+  EXPECT_EQ(text(next_mode({true, false, true}, RetryReason::LibraryFails, kAll)), "skip guard");
+  EXPECT_EQ(text(next_mode(first_mode(kAll, true), RetryReason::LibraryFails, kAll)), "skip guard");
+  EXPECT_EQ(text(next_mode({true, false, true}, RetryReason::LibraryFails, kLibraries)), "none");
+}
+
 TEST(CaptureMode, GuardsValuesOnlyWhereThatIsAllowed) {
   EXPECT_EQ(text(next_mode({false}, RetryReason::DataDependent, kGuards)), "skip guard");
   EXPECT_EQ(text(next_mode({false}, RetryReason::DataDependent, kPlain)), "none");

@@ -180,7 +180,10 @@ std::string fitting(const PlanArguments& o, const std::vector<ScheduleChoice>& c
   if (!o.take.empty()) used_by("--take", [&] { planned.choose(o.take); });
   const ScheduleChoice& least = planned.least_memory();
   const std::string needed = memory_text(least.peak(), o.measured());
-  std::string remedy = "a --memory-limit of " + needed + " (" + least.name + ")";
+  // Rounded up, so that it is enough.
+  const std::string enough = o.measured() ? c10::str(static_cast<int64_t>(std::ceil(least.peak() / 1024)), "KiB")
+                                          : short_number(least.peak(), 9);
+  std::string remedy = "a --memory-limit of " + enough + " (" + least.name + ")";
   CompareOptions quick{.memory_limit = memory_of(o.memory), .names = {"1F1B"}};
   for (int ranks = 2 * o.ranks; ranks <= 16 * o.ranks && ranks <= 1024; ranks *= 2) {
     const auto found = compare_schedules(ranks, std::max(ranks, o.microbatches), costs, quick);

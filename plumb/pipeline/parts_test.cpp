@@ -15,6 +15,7 @@
 #include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime/microbatch.h"
 #include "plumb/pipeline/runtime/run_plan.h"
+#include "plumb/pipeline/runtime/runtime.h"
 #include "plumb/pipeline/runtime/timeline.h"
 #include "plumb/pipeline/transport/transport.h"
 #include "tests/message_of.h"
@@ -137,6 +138,19 @@ TEST(Microbatches, NameATensorThatCannotBeCut) {
   EXPECT_THAT(message_of([] { split_batch({at::ones({4})}, {}, 0); }), HasSubstr("0 microbatches"));
   EXPECT_THAT(message_of([] { merge_outputs({{at::ones({2, 3})}, {at::ones({2, 4})}}, {}, {2, 2}); }),
               HasSubstr("output 0"));
+}
+
+TEST(Microbatches, TargetsLieInThoseOfTheInputs) {
+  PipelineOptions options;
+  options.loss = [](const Tensors& out, const Tensors& target) { return (out[0] - target[0].mean()).sum(); };
+  const at::Tensor w = at::ones({4}).requires_grad_(true);
+  const auto stage = std::make_shared<LambdaStage>([=](const Tensors& in) { return Tensors{in[0] * w}; },
+                                                   std::vector<NamedTensor>{{"w", w}});
+  Pipeline pipeline(PipeTable::chain(1), parse_csv("0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n"), {{0, stage}}, {}, options);
+  EXPECT_THAT(message_of([&] { pipeline.step({at::ones({8, 4})}, {at::ones({6, 4})}); }),
+              HasSubstr("targets of 6 rows are not cut into 4 microbatches beside inputs of 8 rows"));
+  EXPECT_FALSE(w.grad().defined());
+  EXPECT_EQ(pipeline.step({at::ones({8, 4})}, {at::ones({32, 4})}).losses.size(), 4u) << "a target for each token";
 }
 
 TEST(Microbatches, AreNotMergedIfTheyDiffer) {

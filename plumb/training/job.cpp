@@ -93,6 +93,11 @@ void check_outputs(const TrainOptions& o) {
 }
 
 void check_rates(const TrainOptions& o) {
+  constexpr double kMost = 1e30;  // torch multiplies both, also by other numbers, in float32
+  for (const auto& [option, value] :
+       {std::pair("--lr", o.lr), std::pair("--weight-decay", o.weight_decay.value_or(0))}) {
+    if (value > kMost) throw UsageError(c10::str(option, " ", value, ": float32 has no room for it"), "at most 1e30");
+  }
   if (o.warmup > o.steps) {
     throw UsageError(c10::str("--warmup ", o.warmup, ": more than --steps ", o.steps), "--warmup of at most --steps");
   }

@@ -90,7 +90,11 @@ Checks checks_of_optimizer() {
          t.changes("optimizer", "sgd", 1);
          t.changes("optimizer", "adam", 1);
        }},
-      {"lr", [](TrainingOptions& t) { t.changes("lr", "0.02", 1); }},
+      {"lr",
+       [](TrainingOptions& t) {
+         t.changes("lr", "0.02", 1);
+         t.refuses(t.with("lr", {"1e39"}), "--lr 1e+39: float32 has no room for it");
+       }},
       {"beta1", [](TrainingOptions& t) { t.changes("beta1", "0.5", 2); }},
       {"beta2", [](TrainingOptions& t) { t.changes("beta2", "0.9", 2); }},
       {"eps", [](TrainingOptions& t) { t.changes("eps", "0.1", 1); }},

@@ -83,6 +83,10 @@ class Trainer:
         progress: bool | None = None,
         **options: Any,
     ):
+        methods = {*_METHODS.values(), "on_event"}
+        if hooks is not None and not any(hasattr(hooks, name) for name in methods):
+            what = f"hooks is a {type(hooks).__name__} with none of the methods that are called"
+            raise Error(what, remedy=f"an object with any of {', '.join(sorted(methods))}")
         self._hooks, self._wants_progress = hooks, progress
         self._progress: Progress | None = None
         self._done: Mapping[str, Any] | None = None  # the last step's event
@@ -100,6 +104,13 @@ class Trainer:
             raise Error(
                 f"a {type(model).__name__} is neither a .pt2 file nor a graph", remedy="plumb.capture(model, *example_inputs)"
             )
+        refused = {"file": "a model in a file, and the model is a graph"} if engine is not None else {}
+        if data is not None and not isinstance(data, (str, os.PathLike)):
+            why = "data in files, and these are batches"
+            refused.update(dict.fromkeys(("data", "targets", "mask", "token_type", "data_pattern"), why))
+        for name, why in refused.items():
+            if options.get(name) is not None:
+                raise Error(f"{name} is for {why}", remedy="leave it out; batches are inputs, or (inputs, targets)")
         batches = None
         if isinstance(data, (str, os.PathLike)):
             options["data"] = os.fspath(data)

@@ -109,6 +109,33 @@ def test_options_that_are_set_after_the_first_step_are_refused(name, value):
         schedule.eval(x)
 
 
+def test_states_are_merged_for_every_stage_or_not_at_all():
+    net = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+    pipe = pipeline(net, (torch.randn(2, 4),), split_spec={"2": SplitPoint.BEGINNING})
+    states = [pipe.get_stage_module(i).state_dict() for i in range(2)]
+    assert list(pipe.merge_state_dict(states)) == list(net.state_dict())
+    for wrong, says in (([], "0 states"), (states[:1], "1 states are given for 2 stages"), ("ab", "a state is a str")):
+        with pytest.raises(plumb.Error, match=says):
+            pipe.merge_state_dict(wrong)
+
+
+def test_a_device_that_is_not_here_is_refused_by_its_name():
+    pipe = pipeline(nn.Linear(4, 4), (torch.randn(2, 4),))
+    with pytest.raises(plumb.Error, match="there is no device 'cpx' here"):
+        pipe.build_stage(0, "cpx")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ranks": 2**70}, {"microbatches": 0}, {"stages_per_rank": "12"}, {"stages_per_rank": 2}, {"schedules": "1F1B"}]
+    + [{"schedules": 1}, {"loss": 3}, {"link": (0, 0)}],
+)
+def test_plans_refuse_what_they_cannot_take_with_what_to_give(wrong):
+    with pytest.raises(plumb.Error) as caught:
+        plumb.pipelining.plan(nn.Linear(4, 4), (torch.randn(2, 4),), **{"ranks": 2, "estimate": True, "loss": "none", **wrong})
+    assert caught.value.remedy
+
+
 def test_outputs_of_other_structures_are_not_merged():
     with pytest.raises(plumb.Error, match="microbatch 1 have another structure"):
         plumb.pipelining.microbatch.merge_chunks([{"a": torch.ones(1)}, {"b": torch.ones(1)}], None)

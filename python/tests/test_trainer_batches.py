@@ -54,3 +54,20 @@ def test_a_batch_norm_without_running_statistics_is_evaluated_as_torch_does(tmp_
         options = {"loss": "mse", "optimizer": "sgd", "steps": 1, "threads": 1, "progress": False, **files}
         found = plumb.Trainer(plumb.capture(net, x), [(x, y)], **options).run().eval_loss
         assert found == pytest.approx(nn.functional.mse_loss(net.eval()(x), y).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"mask": "no.pt"}, "mask is for data in files"),
+        ({"targets": "none.pt"}, "targets is for data in files"),
+        ({"file": "nothing.pt2"}, "file is for a model in a file"),
+        ({"hooks": print}, "hooks is a builtin_function_or_method with none"),
+        ({"hooks": {"on_step": print}}, "hooks is a dict with none"),
+    ],
+)
+def test_what_a_training_of_batches_would_ignore_is_refused(wrong, says):
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    with pytest.raises(plumb.Error, match=says) as caught:
+        plumb.Trainer(plumb.capture(nn.Linear(4, 3), x), [(x, y)], loss="mse", steps=1, **wrong)
+    assert caught.value.remedy

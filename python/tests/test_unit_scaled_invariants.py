@@ -302,3 +302,32 @@ def test_a_forward_substitution_solves_its_equations():
     torch.testing.assert_close(inverse @ (torch.eye(6) - lower), torch.eye(6).expand(3, 6, 6), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(solution, inverse @ x)
     assert "it is a step of a forward substitution" in str(plumb.report(scaled))
+
+
+class Biased(nn.Module):
+    """A residual layer whose norm is an affine function alone, as MobileBERT has it (arXiv 2004.02984)."""
+
+    def __init__(self, width, bias):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x):
+        y = (x + self.down(self.up(x).relu())) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+def test_a_bias_of_zeros_that_a_forward_adds_changes_no_scale():
+    outputs, gradients = [], []
+    for bias in (True, False):
+        torch.manual_seed(0)
+        scaled = unit_scale(nn.Sequential(*(Biased(32, bias) for _ in range(8))))
+        x = torch.randn(64, 32, requires_grad=True)
+        y = scaled(x)
+        y.backward(torch.randn_like(y))
+        outputs.append(y)
+        gradients.append(x.grad)
+        if bias:
+            assert 0.1 < scaled[7].bias.grad.std() < 10
+    assert torch.equal(*outputs) and torch.equal(*gradients)

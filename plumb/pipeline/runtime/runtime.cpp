@@ -1,6 +1,7 @@
 #include "plumb/pipeline/runtime/runtime.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
@@ -58,6 +59,14 @@ StepResult run_batch(StepRunner& runner, const Tensors& inputs, const Tensors& t
   Microbatches in, out;
   if (any_defined(inputs)) in = split_batch(inputs, setup.options.input_chunks, num);
   if (any_defined(targets)) out = split_batch(targets, setup.options.target_chunks, num);
+  const auto in_rows = std::reduce(in.rows.begin(), in.rows.end());
+  const auto out_rows = std::reduce(out.rows.begin(), out.rows.end());
+  if (in_rows > 0 && out_rows > 0 && in_rows != out_rows && (in_rows % num != 0 || out_rows % num != 0)) {
+    throw Error(ErrorKind::TensorMismatch,
+                str("targets of ", out_rows, " rows are not cut into ", num, " microbatches beside inputs of ", in_rows,
+                    " rows"),
+                "", "as many rows in both, or TensorChunkSpec::whole() for what every microbatch gets whole");
+  }
   // The loss is over the targets.
   return runner.run(in.inputs, out.inputs, out.rows.empty() ? in.rows : out.rows, train);
 }

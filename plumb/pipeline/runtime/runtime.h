@@ -110,7 +110,8 @@ class Pipeline {
   // Trains on one batch: accumulates into the parameters' `.grad`. `inputs`: the model's; those that no stage of this
   // rank uses may be undefined, and the list may be empty on a rank that uses none. `targets`: for the loss, on ranks
   // that hold the last stage. Throws a stage's error as Error with rank and action; every other rank throws
-  // Error(Communication) that names this rank and repeats its text.
+  // Error(Communication) that names this rank and repeats its text. Throws what split_batch() throws, and
+  // Error(TensorMismatch) for targets whose rows do not lie in the microbatches of the inputs'.
   StepResult step(const Tensors& inputs, const Tensors& targets = {});
   // step() on a batch that is cut already; `rows` weighs the losses (empty: all alike). `rows_of_all`: of all replicas,
   // where it is known beforehand: each microbatch then weighs by its share of all, and gradients have the same bits for

@@ -296,7 +296,8 @@ PipelinePlan PlannedModel::plan_of(const GraphModule& module, const ScheduleChoi
 
 void set_link(StageCostOptions& costs, double gigabytes, double microseconds) {
   if (!(gigabytes >= 1e-9 && gigabytes <= 1e9 && microseconds >= 0 && microseconds <= 1e12))
-    throw Error(ErrorKind::InvalidArgument, "the link has no rate from 1e-9 to 1e9 GB/s and latency from 0 to 1e12 us");
+    throw Error(ErrorKind::InvalidArgument, "the link has no rate from 1e-9 to 1e9 GB/s and latency from 0 to 1e12 us",
+                "", "--link 2,50: GB a second, and microseconds a message");
   costs.bytes_per_second = gigabytes * 1e9;
   costs.seconds_per_message = microseconds * 1e-6;
 }

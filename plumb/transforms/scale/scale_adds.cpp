@@ -11,6 +11,7 @@
 #include "plumb/graph/aliases.h"
 #include "plumb/operators/operator_facts.h"
 #include "plumb/transforms/rewrite.h"
+#include "plumb/transforms/scale/added_bias.h"
 #include "plumb/transforms/scale/attention.h"
 #include "plumb/transforms/scale/choices.h"
 #include "plumb/transforms/scale/inverses.h"
@@ -23,6 +24,7 @@ namespace {
 constexpr const char* kSplit = "plumb::residual_split";
 constexpr const char* kResidualAdd = "plumb::residual_add";
 constexpr const char* kAdd = "plumb::add";
+constexpr const char* kCancels = "its operands cancel in part, as in a straight-through estimator";
 
 // Returns whether a node passes no gradient on: a detach, a region without gradients, a look at a tensor's shape.
 bool stops_gradient(const Node& node) {
@@ -156,13 +158,16 @@ class AddScaler {
     for (Node* node : graph_.nodes()) {
       if (!is_add(node) || keep_.contains(node)) continue;
       if (cancel.contains(node)) {
-        report_.add(ReportKind::LeftAlone, node, node->target(), "",
-                    "its operands cancel in part, as in a straight-through estimator");
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", kCancels);
         continue;
       }
       if (auto why = add_obstacle(node)) {
         const bool integer = why->starts_with("it is no float") || why->starts_with("no gradient");
         if (!integer) report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      if (scale_added_bias(module_, node, report_)) {
+        done_.changed = true;
         continue;
       }
       adds.push_back(node);
@@ -452,8 +457,7 @@ class AddScaler {
   GraphModule& module_;
   Graph& graph_;
   const UnitScaleOptions& options_;
-  const NodeSet& keep_;
-  const NodeSet& choosing_;
+  const NodeSet &keep_, &choosing_;
   Report& report_;
   const NodeSet differentiable_, exponents_, with_inverse_;
   std::unordered_map<Node*, Weights> weights_;

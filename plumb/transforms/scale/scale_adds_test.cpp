@@ -313,6 +313,26 @@ TEST(ScaleAdds, TakeAStreamThatAParameterWeightsForTheSkip) {
   EXPECT_THAT(text, HasSubstr("= plumb::residual_add(%f, %s, 0.5)"));
 }
 
+TEST(ScaleAdds, LeaveABiasAsItIs) {
+  State state;
+  state.add({"b", AttrKind::Parameter, torch::zeros({8}).requires_grad_()});
+  state.add({"positions", AttrKind::Parameter, torch::randn({1, 16, 8}).requires_grad_()});
+  Report report;
+  const std::string text = after_scaling(R"(graph {
+      %x: f32[2, 16, 8] = placeholder "x"
+      %b: f32[8] grad = get_attr "b"
+      %p: f32[1, 16, 8] grad = get_attr "positions"
+      %with_bias: f32[2, 16, 8] = aten::add.Tensor(%b, %x)
+      %y: f32[2, 16, 8] = aten::add.Tensor(%with_bias, %p)
+      output(%y)
+    })",
+                                         state, {}, &report);
+  EXPECT_THAT(text, HasSubstr("plumb::scale_bwd(%b, 0.17677"));  // 1 / sqrt(32)
+  EXPECT_THAT(text, HasSubstr("%with_bias: f32[2, 16, 8] = aten::add.Tensor("));
+  EXPECT_THAT(text, HasSubstr("= plumb::add(%with_bias, %p"));
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "with_bias")->reason, "it adds a bias");
+}
+
 TEST(ScaleAdds, FollowGradientsThroughComplexNumbers) {
   // FNet mixes tokens by a Fourier transform and keeps its real part: a residual layer, and no straight-through
   // estimator.

@@ -75,6 +75,16 @@ def _sizes(flat: list) -> Sizes:
     return {i: tuple(x.shape) for i, x in enumerate(flat) if isinstance(x, Tensor)}
 
 
+def known_device(device: Any) -> torch.device:
+    """Returns a device of this machine, with its number."""
+    try:
+        return torch.empty(0).to(device).device
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise Error(f"there is no device {device!r} here: {why}", remedy='"cpu", or a device of this machine: "cuda:0"') from None
+
+
+
 class Pipe(nn.Module):
     """Stages, and the graph that calls them. `pipeline` makes one of a model (a `CutPipe`); this constructor takes a graph of
     stages made by hand.
@@ -120,7 +130,7 @@ class Pipe(nn.Module):
         """Returns the stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
         `PipelineStage`. Raises `plumb.Error` for a graph made by hand whose stages are no chain."""
         check_chain(self.split_gm.graph)
-        module = self.get_stage_module(stage_index).to(device)
+        module = self.get_stage_module(stage_index).to(known_device(device))
         if isinstance(module, fx.GraphModule):
             _modify_graph_op_device(module, torch.device(device))
         return PipelineStage(module, stage_index, self.num_stages, device, group=group, recompute=recompute)
@@ -294,7 +304,7 @@ class CutPipe(Pipe):
         if self.weights is not None:
             self.weights.read_into(module)
             self._share_copies()
-        device = torch.empty(0).to(device).device  # with its number
+        device = known_device(device)
         for copies in self._engine.table.replicated:  # stages on several devices have one each
             others = [stages[s].moved_to for s in copies if s != stage_index]
             if stage_index in copies and any(other not in (None, device) for other in others):
@@ -323,6 +333,13 @@ class CutPipe(Pipe):
                 remedy="states = schedule.gather_stage_states() on every rank, then pipe.merge_state_dict(states)",
             )
         stages = self._stages()
+        if stage_states is not None:
+            wrong = next((type(state).__name__ for state in stage_states if not isinstance(state, Mapping)), "")
+            if wrong or len(stage_states) != self.num_stages:
+                raise Error(
+                    f"a state is a {wrong}" if wrong else f"{len(stage_states)} states are given for {self.num_stages} stages",
+                    remedy="a state_dict for each stage, as schedule.gather_stage_states() returns them",
+                )
         for copies in self._engine.table.replicated if stage_states is not None else []:
             for s, name in sorted(copies.items())[1:]:
                 put_parameter(stages[s], name)

@@ -65,6 +65,8 @@ class Plan(SplitPolicy):
     @checked
     def build_stages(self, pipe: CutPipe, rank: int, device: torch.device | str, group: Any = None) -> list[Any]:
         """Returns the stages of a rank, for a schedule to run."""
+        if not hasattr(pipe, "build_stage"):
+            raise Error(f"the pipe is a {type(pipe).__name__}", remedy="pipeline(model, inputs, split_policy=plan)")
         if pipe.num_stages != self.schedule.num_stages:
             raise Error(
                 f"the pipe has {pipe.num_stages} stages, and the plan {self.schedule.num_stages}",
@@ -141,12 +143,20 @@ def plan(
     """
     if not (isinstance(link, (tuple, list)) and len(link) == 2 and all(isinstance(number, Real) for number in link)):
         raise Error(f"link is {link!r}", remedy="GB a second, and microseconds a message: link=(2.0, 50.0)")
+    for name, number, least in (("ranks", ranks, 1), ("microbatches", microbatches, 1), ("replicas", replicas, 1), ("tables", tables, 0)):
+        if number is not None and not least <= number < 2**31:
+            raise Error(f"{name} is {number}", remedy=f"a whole number from {least} on")
+    for name, given, kind in (("stages_per_rank", stages_per_rank, int), ("schedules", schedules, str)):
+        if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(one, kind) for one in given):
+            raise Error(f"{name} is {given!r}", remedy="a list: stages_per_rank=[1, 2], schedules=['1F1B']")
+    if not (loss is None or isinstance(loss, str) or callable(loss)):
+        raise Error(f"loss is a {type(loss).__name__}", remedy="a function of the outputs, or the name of a loss")
     source, _ = make_source(module, mb_args, mb_kwargs)
     sent = multi_use_arguments(multi_use_param_spec, source)
     transmit = [name for name, whether in sent.get("transmit_by_name", {}).items() if whether]
     transmit += ["all"] if sent.get("transmit") else []
     planned = _C.plan_model(
-        source.engine, source.example, ranks=ranks, microbatches=microbatches or 2 * ranks, replicas=replicas,
+        source.engine, source.example, ranks=ranks, microbatches=2 * ranks if microbatches is None else microbatches, replicas=replicas,
         memory=memory, loss=loss, link=link, stages_per_rank=list(stages_per_rank),
         names=list(schedules), transmit=transmit, estimate=estimate, tables=tables,
     )  # fmt: skip
