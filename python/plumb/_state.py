@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +141,19 @@ def kept_ties(slots: list[tuple[dict, str, str, Tensor]]) -> Iterator[None]:
     for (first, name), *others in names.values():
         for table, leaf in others:
             table[leaf] = first[name]
+
+
+@contextlib.contextmanager
+def in_modes(modules: Iterable[nn.Module], modes: Sequence[bool] = ()) -> Iterator[None]:
+    """Context manager in which the modules are in these training modes, one for each, and at whose end they are in their own again."""
+    before = [(sub, sub.training) for sub in modules]
+    try:
+        for (sub, _), mode in zip(before, modes):
+            sub.training = mode
+        yield
+    finally:
+        for sub, mode in before:
+            sub.training = mode
 
 
 def slot_of(module: nn.Module, name: str) -> tuple[dict, str]:

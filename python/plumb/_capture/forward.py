@@ -19,7 +19,7 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._exported import capture_dynamic
 from .._graph_module import GraphModule
-from .._state import BUFFER, constants_of, state_of
+from .._state import BUFFER, constants_of, in_modes, state_of
 from .._transformed import forward_of
 from .._trees import (
     PLAIN,
@@ -375,16 +375,12 @@ def _made_once(changes: list[Change], reads: list[Read], every_table: bool) -> l
 
 def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: Any) -> bool:
     """Returns whether the forward of a module that asks for its mode takes the same path in the other one."""
-    modes = [(sub, sub.training) for sub in module.modules()]
+    modules = list(module.modules())
     try:
-        for sub, training in modes:
-            sub.training = not training
-        other = capture_engine(module, args, kwargs, guarded=False).engine
+        with in_modes(modules, [not sub.training for sub in modules]):
+            other = capture_engine(module, args, kwargs, guarded=False).engine
     except Exception:  # it takes another path there at any rate
         return False
-    finally:
-        for sub, training in modes:
-            sub.training = training
     constants = [constants_of(e).values() for e in (engine, other)]
     return path_in_any_mode(engine) == path_in_any_mode(other) and all(map(torch.equal, *constants))
 

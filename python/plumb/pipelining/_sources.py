@@ -28,7 +28,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._graph_module import GraphModule
-from .._state import BUFFER, CONSTANT, PARAMETER, put_state, state_of, sync_state
+from .._state import BUFFER, CONSTANT, PARAMETER, in_modes, put_state, state_of, sync_state
 from .._transformed import forward_of
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
@@ -167,15 +167,8 @@ class _AsCut:
                 stand_ins[f"model.{name}"] = made[id(tensor)]
         around = nn.Module()
         around.model, around.forward = module, capture
-        before = [sub.training for sub in modules]
-        try:
-            for sub, mode in zip(modules, modes):
-                sub.training = mode
+        with in_modes(modules, modes):
             return torch.func.functional_call(around, stand_ins, ())
-        finally:
-            for sub, mode in zip(modules, before):
-                sub.training = mode
-
 
     def _refuse_other_parameters(self, module: nn.Module) -> None:
         """The stages hold those of the cut: a model with others would be captured with names that are not of its values."""
@@ -466,7 +459,6 @@ def plain_loss_spec(loss: Any, spec: Any) -> Any:
         if set(loss) != set(keys):
             raise InvalidValue(f"the loss spec has the keys {sorted(loss)}, the outputs {sorted(keys)}")
         loss = [loss[k] for k in keys]
-        return [plain_loss_spec(part, child) for part, child in zip(loss, parts)]
     if isinstance(loss, dict) and set(loss) == set(spec.context or []):
         return {k: plain_loss_spec(loss[k], c) for k, c in zip(spec.context, parts)}
     if isinstance(loss, (tuple, list)) and len(loss) == len(parts):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Iterator, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._state import CONSTANT, slot_of, sync_state
+from .._state import CONSTANT, in_modes, slot_of, sync_state
 from .._transformed import forward_of, transformed_part
 from .._unit_scaled import mark_state_dict, unmark
 from ._apply import CapturedGraph, Module, TransformedForward, copy_module, logger
@@ -77,7 +76,8 @@ def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
 
 def _graph_of(forward: TransformedForward, args: tuple, kwargs: dict) -> CapturedGraph:
     if args or kwargs:
-        with _evaluating(forward.module):
+        with in_modes(forward.module.modules()):
+            forward.module.eval()
             return forward.prepare(args, kwargs)[0]
     if forward.last is None:
         raise Error(
@@ -86,17 +86,6 @@ def _graph_of(forward: TransformedForward, args: tuple, kwargs: dict) -> Capture
             remedy="an example of its inputs: fold(module, *inputs)",
         )
     return forward.last
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(sub, sub.training) for sub in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for sub, training in modes:
-            sub.training = training
 
 
 def _refuse_what_remains(name: str, entries: list[dict], captured: CapturedGraph) -> None:
