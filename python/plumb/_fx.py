@@ -77,18 +77,18 @@ def find_operator(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
+def with_values(arg: Any, value_of: Callable[[str], Any]) -> Any:
+    """Returns an argument of a `plumb.Graph` node with `value_of(name)` in the place of each value."""
+    if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
+        return value_of(arg[1])
+    return [with_values(a, value_of) for a in arg] if isinstance(arg, list) else arg
+
+
 def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], env: dict | None = None) -> None:
     """Writes the nodes of a `plumb.Graph` into `graph`; `attribute` makes the node of a get_attr, unless `env`, from names
     of values to nodes, has it already. Every node knows its value's name there as ``meta["plumb"]``."""
     env = {} if env is None else env
-
-    def resolve(arg: Any) -> Any:
-        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
-            return env[arg[1]]
-        if isinstance(arg, list):
-            return [resolve(a) for a in arg]
-        return arg
-
+    resolve = functools.partial(with_values, value_of=env.__getitem__)
     grad = True
 
     def set_grad(enabled: bool) -> None:

@@ -145,7 +145,7 @@ def kept_ties(slots: list[tuple[dict, str, str, Tensor]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_modes(modules: Iterable[nn.Module], modes: Sequence[bool] = ()) -> Iterator[None]:
-    """Context manager in which the modules are in these training modes, one for each, and at whose end they are in their own again."""
+    """Context manager in which the modules are in these training modes, one for each, and afterwards in their own again."""
     before = [(sub, sub.training) for sub in modules]
     try:
         for (sub, _), mode in zip(before, modes):

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from .. import _C, functional
 from .._arguments import checked
 from .._errors import Error, ErrorKind
-from .._fx import find_operator, path, placeholder
+from .._fx import find_operator, path, placeholder, with_values
 from .._transformed import forward_of
 from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, logger
 from .utils import PassBackend
@@ -129,19 +129,13 @@ def _attribute_name(full: str, parameter: bool) -> str:
 def _arguments(node: Any, inputs: tuple) -> tuple[tuple, dict]:
     """Returns the arguments of an operator's call: `inputs` stand for its values, in order; defaults are left out."""
     values = iter(inputs)
-
-    def resolve(arg: Any) -> Any:
-        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
-            return next(values)
-        return [resolve(a) for a in arg] if isinstance(arg, list) else arg
-
     args, kwargs, given = [], {}, 0
     for argument, (name, keyword), arg in zip(find_operator(node.target)._schema.arguments, node.arg_names, node.args):
         is_default = argument.has_default_value() and arg == argument.default_value
         if keyword and not is_default:
-            kwargs[name] = resolve(arg)
+            kwargs[name] = with_values(arg, lambda _: next(values))
         elif not keyword:
-            args.append(resolve(arg))
+            args.append(with_values(arg, lambda _: next(values)))
             given = given if is_default else len(args)
     return tuple(args[:given]), kwargs
 
