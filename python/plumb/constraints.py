@@ -7,7 +7,7 @@ constrained input's gradient) that returns the one scale to use.
 from __future__ import annotations
 
 from math import isfinite, prod
-from typing import Callable, Optional, Tuple, Union
+from typing import Callable, Tuple, Union
 
 Constraint = Union[None, str, Callable[..., float]]
 
@@ -72,11 +72,9 @@ def apply_constraint(constraint_name: Constraint, *scales: float) -> Tuple[float
     Raises ValueError for an unknown name, and for a scale that is not finite."""
     if constraint_name is None or constraint_name == "":
         return scales
-    fn: Optional[Callable[..., float]] = constraint_name if callable(constraint_name) else None
-    if fn is None:
+    if not callable(constraint_name):
         _check_name(constraint_name)
-        fn = _NAMED[constraint_name]
-    scale = fn(*scales)
+    scale = (constraint_name if callable(constraint_name) else _NAMED[constraint_name])(*scales)
     if not isfinite(scale):
         raise ValueError(f"The constraint {constraint_name!r} returns {scale} for the scales {scales}; return one finite scale.")
     return (scale,) * len(scales)

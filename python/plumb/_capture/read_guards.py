@@ -93,12 +93,10 @@ class Value:
 
     @property
     def unchanged(self) -> bool:
-        now, then = self._tensor.detach(), self._copy
-        return now.dtype == then.dtype and now.device == then.device and _same_bits(now, then)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+        a, b = self._tensor.detach(), self._copy
+        if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class Slot:

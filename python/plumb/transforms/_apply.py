@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import logging
 import threading
 import types
@@ -187,7 +186,9 @@ class TransformedForward:
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values, unit_weights=any(p.unit_weights for p in self.passes),
         )  # fmt: skip
-        originals = self._originals()
+        model = self.copied_from and self.copied_from()  # while it is there
+        tensors = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+        originals = {id(tensor): name for name, tensor in tensors}
         for _, kind, tensor, _ in engine.state():
             if kind == CONSTANT and (name := originals.get(id(tensor))):
                 raise Error(
@@ -218,11 +219,6 @@ class TransformedForward:
                 captured.slots.append((*slot_of(self.module, name), name, tensor))
         captured.guards.add_state(captured.slots)
         return captured
-
-    def _originals(self) -> dict[int, str]:
-        """Returns names of the tensors of the model that this one is a copy of, while it is there."""
-        model = self.copied_from and self.copied_from()
-        return {} if model is None else {id(t): n for n, t in itertools.chain(model.named_parameters(), model.named_buffers())}
 
     def _key(self, leaves: list, spec: Any) -> Any:
         if self._tree is None or not self._tree.is_current():
