@@ -29,7 +29,7 @@ def run(model, args, kwargs, params):
     return out, [a.grad for a in args if isinstance(a, torch.Tensor)], grads
 
 
-def same(a, b, what):
+def same(a, b, what="value"):
     assert len(a) == len(b), what
     for i, (x, y) in enumerate(zip(a, b)):
         assert (x is None) == (y is None), f"{what} {i}"
@@ -79,6 +79,11 @@ class Fn(nn.Module):
 
     def forward(self, *args):
         return self.f(*args)
+
+
+def entries(model, kind):
+    """Returns the entries of a kind in a transformed model's report."""
+    return [e for part in plumb.report(model) for e in part["entries"] if e["kind"] == kind]
 
 
 def refusal(f, *args, verify=False):

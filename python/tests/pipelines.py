@@ -30,8 +30,14 @@ def batch(rows=12, width=8, seed=7):
     return torch.randn(rows, width), torch.randn(rows, width)
 
 
-def accumulate(modules, x, target, microbatches, loss_fn=MSE, scale=True):
-    """Trains as a process alone does: microbatch after microbatch, gradients of the mean over the batch."""
+def cross_entropy(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def accumulate_parts(modules, x, target, microbatches, loss_fn=MSE, scale=True):
+    """Trains as a process alone does: microbatch after microbatch, gradients of the mean over the batch.
+
+    Returns the output and the loss of each."""
     outputs, losses = [], []
     for inputs, targets in zip(x.tensor_split(microbatches), target.tensor_split(microbatches)):
         for module in modules:
@@ -39,13 +45,19 @@ def accumulate(modules, x, target, microbatches, loss_fn=MSE, scale=True):
         loss = loss_fn(inputs, targets)
         weight = len(targets) * microbatches / len(target) if scale else 1
         loss.backward(torch.full_like(loss, weight))
-        outputs.append(inputs.detach())
+        outputs.append(inputs)
         losses.append(loss.detach())
     if scale:
         for p in nn.ModuleList(modules).parameters():
             if p.grad is not None:
                 p.grad.div_(microbatches)
-    return torch.cat(outputs), losses
+    return outputs, losses
+
+
+def accumulate(*args, **kwargs):
+    """Returns what `accumulate_parts` does, the outputs as one tensor."""
+    outputs, losses = accumulate_parts(*args, **kwargs)
+    return torch.cat(outputs).detach(), losses
 
 
 def stages_of(modules, **kwargs):

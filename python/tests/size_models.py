@@ -82,10 +82,6 @@ def batch(rows, length, seed=3):
     return tuple(torch.randint(0, WORDS, (rows, length), generator=generator) for _ in range(2))
 
 
-def loss_fn(logits, labels):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def cut(model, count, **options):
     layers = len(model.layers)
     points = {f"layers.{i * layers // count}": SplitPoint.BEGINNING for i in range(1, count)}

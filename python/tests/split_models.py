@@ -5,21 +5,11 @@ import copy
 import torch
 import torch.distributed.pipelining  # noqa: F401  (its mark)
 import torch.nn.functional as F
+from capture_checks import same, tensors
 from plumb.pipelining import SplitPoint, pipe_split, pipeline
 from torch import nn
 
 BEGIN, END = SplitPoint.BEGINNING, SplitPoint.END
-
-
-def leaves(tree):
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def same(a, b, what="value"):
-    assert len(a) == len(b), what
-    for i, (x, y) in enumerate(zip(a, b)):
-        assert (x is None) == (y is None), f"{what} {i}"
-        assert x is None or torch.equal(x, y), f"{what} {i} differs"
 
 
 def equals_whole(model, args, kwargs=None, stages=None, **how):
@@ -34,7 +24,7 @@ def equals_whole(model, args, kwargs=None, stages=None, **how):
     for run in (eager, pipe):
         given = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         torch.manual_seed(7)
-        out = leaves(run(*given, **kwargs))
+        out = tensors(run(*given, **kwargs))
         torch.manual_seed(8)
         wanted = [y for y in out if y.requires_grad]
         sum((y * torch.randn_like(y)).sum() for y in wanted).backward()

@@ -2,13 +2,13 @@
 
 import copy
 import functools
-import io
 import logging
 import types
 
 import pytest
 import torch
 from torch import nn
+from transform_models import saved
 
 import plumb
 from plumb.transforms import fold, simulate_format, track_scales, unit_scale
@@ -46,12 +46,6 @@ def with_hook(module):
 
 def _hooked(module, *args):
     return module.old_forward(*args)
-
-
-def saved(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 def halved(module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.pipelining as torchs
 import torch.nn.functional as F
+from capture_checks import same
 from plumb.pipelining import (
     Balanced,
     Pipe,
@@ -19,15 +20,7 @@ from plumb.pipelining import (
     split_on_size_threshold,
 )
 from plumb.pipelining._IR import aten_pipe_split_alias
-from split_models import (
-    BEGIN,
-    END,
-    MLP,
-    Marked,
-    Shaped,
-    equals_whole,
-    same,
-)
+from split_models import BEGIN, END, MLP, Marked, Shaped, equals_whole
 from torch import nn
 
 import plumb

@@ -5,6 +5,7 @@ import copy
 import pytest
 import ranks
 import torch
+from pipelines import cross_entropy
 from plumb.pipelining import PipelineStage, SplitPoint, pipe_split, pipeline
 from plumb.pipelining.schedules import ScheduleGPipe, get_schedule_class
 from torch import nn
@@ -41,17 +42,13 @@ def batch(seed):
     return ids, ids.roll(1, 1)
 
 
-def loss_fn(out, target):
-    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
-
-
 def reference(steps=3):
     model = tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for seed in range(steps):
         optimizer.zero_grad()
         ids, target = batch(seed)
-        loss_fn(model(ids), target).backward()
+        cross_entropy(model(ids), target).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -71,7 +68,7 @@ def test_the_optimizer_of_the_model_steps_tied_weights_in_every_stage(name):
     model = tied()
     pipe = pipeline(model, (batch(0)[0][:4],))
     stages = [pipe.build_stage(i, CPU) for i in range(2)]
-    schedule = get_schedule_class(name)(stages, 2, loss_fn)
+    schedule = get_schedule_class(name)(stages, 2, cross_entropy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for seed in range(3):
         optimizer.zero_grad()
@@ -87,7 +84,7 @@ def test_the_optimizer_of_the_model_steps_tied_weights_in_every_stage(name):
 def test_tied_weights_get_every_gradient_once():
     class WithLoss(Tied):
         def forward(self, ids, target):
-            return loss_fn(super().forward(ids), target)
+            return cross_entropy(super().forward(ids), target)
 
     torch.manual_seed(0)
     model = WithLoss()
@@ -118,7 +115,7 @@ def train_tied(rank, size, name):
     model = tied()
     pipe = pipeline(model, (batch(0)[0][:4],))
     stage = pipe.build_stage(rank, CPU)
-    schedule = get_schedule_class(name)(stage, 2, loss_fn)
+    schedule = get_schedule_class(name)(stage, 2, cross_entropy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for seed in range(3):
         optimizer.zero_grad()

@@ -3,7 +3,7 @@
 import pytest
 import ranks
 import torch
-from pipelines import SINGLE, V
+from pipelines import SINGLE, V, cross_entropy
 from plumb.pipelining import SplitPoint, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
@@ -64,10 +64,6 @@ def ids(rows):
     return torch.randint(0, 50, (rows, 8), generator=generator), torch.randint(0, 50, (rows, 8), generator=generator)
 
 
-def loss_fn(logits, labels):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def work(rank, size, cases):
     found = {}
     for model_name, name in cases:
@@ -79,7 +75,7 @@ def work(rank, size, cases):
         assert pipe.num_stages == count
         here = [rank] if name in SINGLE else [rank, 2 * size - 1 - rank] if name in V else [rank, rank + size]
         stages = [pipe.build_stage(i, torch.device("cpu")) for i in here]
-        schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, MICROBATCHES, loss_fn)
+        schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, MICROBATCHES, cross_entropy)
         losses = []
         # Masks and rotary tables are made from the tokens on whichever stage needs them.
         out = schedule.step(input_ids=tokens, target=labels if count - 1 in here else None, losses=losses)
@@ -94,7 +90,7 @@ def reference(model_name):
     outs, losses = [], []
     for mb in range(MICROBATCHES):
         outs.append(model(input_ids=tokens.chunk(MICROBATCHES)[mb]).logits)
-        losses.append(loss_fn(outs[-1], labels.chunk(MICROBATCHES)[mb]))
+        losses.append(cross_entropy(outs[-1], labels.chunk(MICROBATCHES)[mb]))
         losses[-1].backward()
     return torch.cat(outs), losses, {n: p.grad / MICROBATCHES for n, p in model.named_parameters()}
 

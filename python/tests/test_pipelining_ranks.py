@@ -10,7 +10,21 @@ import sys
 import pytest
 import ranks
 import torch
-from pipelines import LOOPED, MSE, SINGLE, Block, Nested, Scaled, V, Writes, accumulate, batch, blocks, same
+from pipelines import (
+    LOOPED,
+    MSE,
+    SINGLE,
+    Block,
+    Nested,
+    Scaled,
+    V,
+    Writes,
+    accumulate,
+    accumulate_parts,
+    batch,
+    blocks,
+    same,
+)
 from plumb.pipelining import PipelineStage, ScheduleTable, TensorChunkSpec, build_stage
 from plumb.pipelining._utils import PipeInfo
 from plumb.pipelining.schedules import get_schedule_class
@@ -122,22 +136,12 @@ def reference(name, model, size):
         nn.ModuleList(modules).zero_grad()
         x, target = batch(rows_of(model, step), seed=step)
         n = MICROBATCHES.get(model, 4)
-        losses, outs = [], []
-        for inputs, targets in zip(x.tensor_split(n), target.tensor_split(n)):
-            for module in modules:
-                inputs = module(inputs)
-            loss = loss_fn(inputs, targets)
-            loss.backward(torch.full_like(loss, len(targets) * n / len(target)))
-            losses.append(loss.detach())
-            outs.append(inputs)
+        outs, losses = accumulate_parts(modules, x, target, n, loss_fn)
         if step == 0 and name != "DualPipe":  # the evaluation between steps
             with torch.no_grad():
                 for inputs in x.tensor_split(n):
                     for module in modules:
                         inputs = module(inputs)
-        for p in nn.ModuleList(modules).parameters():
-            if p.grad is not None:
-                p.grad.div_(n)
         grads = {(i, k): p.grad for i, m in enumerate(modules) for k, p in m.named_parameters()}
         steps.append((losses, outs, copy.deepcopy(grads)))
     return steps, {(i, n): b for i, m in enumerate(modules) for n, b in m.named_buffers()}

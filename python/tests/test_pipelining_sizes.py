@@ -8,16 +8,16 @@ import sys
 import pytest
 import ranks
 import torch
-from pipelines import LOOPED, SINGLE, V
-from plumb.formats import FPFormat
+from pipelines import LOOPED, SINGLE, V, cross_entropy
 from plumb.pipelining import ScheduleTable, SplitPoint, _sources, build_stage, deserialize_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
-from size_models import MODELS, WORDS, batch, cut, loss_fn, make
+from size_models import MODELS, WORDS, batch, cut, make
 from torch import nn
 from torch.nn import functional as F
+from transform_models import rounded
 
 import plumb
-from plumb.transforms import simulate_format, unit_scale
+from plumb.transforms import unit_scale
 
 MICROBATCHES = 3
 # Rows and length of every step: as cut, a batch that does not divide, others, as cut again.
@@ -47,9 +47,9 @@ def work(rank, size, cases, given_everywhere):
         for stage in stages if in_python else []:
             stage.__class__ = type("Own", (ByItself, type(stage)), {})
         if name == "DualPipeV":
-            schedule = ScheduleTable(stages, microbatches, loss_fn, table=name)
+            schedule = ScheduleTable(stages, microbatches, cross_entropy, table=name)
         else:
-            schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, microbatches, loss_fn)
+            schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, microbatches, cross_entropy)
         steps = []
         for sizes in BATCHES:
             x, labels = batch(*sizes)
@@ -73,7 +73,7 @@ def reference(model_name, microbatches):
         outs, losses = [], []
         for inputs, targets in zip(x.tensor_split(microbatches), labels.tensor_split(microbatches)):
             outs.append(model(inputs))
-            losses.append(loss_fn(outs[-1], targets))
+            losses.append(cross_entropy(outs[-1], targets))
             losses[-1].backward(torch.full_like(losses[-1], len(targets) * microbatches / len(labels)))
         with torch.no_grad():
             evaluated = torch.cat([model(v) for v in x[:, :-1].tensor_split(microbatches)])
@@ -125,8 +125,8 @@ def test_stages_called_by_hand_follow_the_sizes(model_name):
             value = pipe.get_stage_module(s)(value)
         expected = reference(x)
         assert torch.equal(value, expected)
-        loss_fn(value, labels).backward()
-        loss_fn(expected, labels).backward()
+        cross_entropy(value, labels).backward()
+        cross_entropy(expected, labels).backward()
     for (n, p), q in zip(model.named_parameters(), reference.parameters()):
         assert (p.grad is None) == (q.grad is None) and (p.grad is None or torch.equal(p.grad, q.grad)), n
 
@@ -295,8 +295,8 @@ def test_sizes_first_met_in_inference_mode_are_trained_with_later():
     x, labels = batch(5, 4)
     with torch.inference_mode():
         assert torch.equal(both(pipe, x), reference(x))
-    loss_fn(both(pipe, x), labels).backward()
-    loss_fn(reference(x), labels).backward()
+    cross_entropy(both(pipe, x), labels).backward()
+    cross_entropy(reference(x), labels).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
 
 
@@ -348,10 +348,6 @@ def test_a_stage_within_a_module_follows_the_sizes_and_within_a_function_says_wh
 
 
 # --- with transforms ---
-def rounded(module):
-    return simulate_format(module, FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest"))
-
-
 def test_a_transformed_model_is_cut_for_every_size():
     model = rounded(unit_scale(make("tokens", 2)))
     pipe = cut(model, 2)

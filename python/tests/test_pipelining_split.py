@@ -8,6 +8,7 @@ import torch
 import torch.distributed.pipelining  # noqa: F401  (its mark)
 import torch.nn.functional as F
 import zoo
+from capture_checks import same, tensors
 from plumb.pipelining import (
     LossWrapper,
     MultiUseParameterConfig,
@@ -19,17 +20,7 @@ from plumb.pipelining import (
 )
 from plumb.pipelining._IR import DetachExecutor, _insert_stage_symbolic_backward, _null_coalesce_accumulate
 from plumb.pipelining.schedules import ScheduleInterleaved1F1B
-from split_models import (
-    BEGIN,
-    LOSSES,
-    MLP,
-    Outputs,
-    Shared,
-    equals_whole,
-    leaves,
-    merged_grads,
-    same,
-)
+from split_models import BEGIN, LOSSES, MLP, Outputs, Shared, equals_whole, merged_grads
 from torch import fx, nn
 
 import plumb
@@ -188,13 +179,13 @@ def test_loss_specs(name):
     eager = copy.deepcopy(model)
     pipe = pipeline(model, (x, y), output_loss_value_spec=spec)
     assert pipe.has_loss_and_backward and pipe.info().has_loss_and_backward
-    outputs = leaves(eager(x, y))
+    outputs = tensors(eager(x, y))
     next(t for t in outputs if t.dim() == 0).backward()
-    same(leaves(pipe(x, y)), outputs)
+    same(tensors(pipe(x, y)), outputs)
     for n, p in eager.named_parameters():
         assert torch.equal(merged_grads(pipe)[n], p.grad), n
     with torch.no_grad():
-        same(leaves(pipe(x, y)), outputs)
+        same(tensors(pipe(x, y)), outputs)
     assert [n.target.__name__ for n in pipe.info().graph.nodes if "backward" in str(n.target)] == ["stage_backward"] * 3
 
 
@@ -223,7 +214,7 @@ def test_loss_wrappers():
     for wrapper in (TrivialLossWrapper, Mine):
         model = wrapper(MLP(), nn.MSELoss())
         pipe = pipeline(model, (x, y), split_spec={"module.layers.2": BEGIN}, output_loss_value_spec="auto")
-        eager = leaves(model(x, y))[0]
+        eager = tensors(model(x, y))[0]
         same([pipe(x, y)[0]], [eager])
         assert pipe.get_stage_module(1).get_parameter("module.layers.3.weight").grad is not None
     with pytest.raises(NotImplementedError):

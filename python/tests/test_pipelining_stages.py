@@ -11,6 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # noqa: F401  (its mark)
+from capture_checks import same
 from plumb.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -21,15 +22,7 @@ from plumb.pipelining import (
 )
 from plumb.pipelining._IR import get_submod_name
 from plumb.pipelining._stage_module import StageModule
-from split_models import (
-    BEGIN,
-    LOSSES,
-    Outputs,
-    Shaped,
-    Shared,
-    same,
-    stage_models,
-)
+from split_models import BEGIN, LOSSES, Outputs, Shaped, Shared, stage_models
 from torch import nn
 
 import plumb

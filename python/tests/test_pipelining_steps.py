@@ -5,7 +5,7 @@ import copy
 import pytest
 import ranks
 import torch
-from pipelines import LOOPED, MSE, SINGLE, Block, V, accumulate, batch, blocks, grads, same
+from pipelines import LOOPED, MSE, SINGLE, Block, V, accumulate, batch, blocks, cross_entropy, grads, same, stages_of
 from plumb.pipelining import PipelineStage, pipe_split, pipeline
 from plumb.pipelining.schedules import REDUCE_GRAD, get_schedule_class
 from torch import nn
@@ -36,10 +36,6 @@ def schedule_of(name, stages, own, microbatches=MICROBATCHES, **settings):
     for key, value in settings.items():
         setattr(schedule, key, value)
     return schedule
-
-
-def stages_of(modules, **kwargs):
-    return [PipelineStage(m, i, len(modules), "cpu", **kwargs) for i, m in enumerate(modules)]
 
 
 def count_for(name):
@@ -125,10 +121,6 @@ class Tied(nn.Module):
             pipe_split()
             x = layer(x)
         return x @ self.wte.weight.t()
-
-
-def cross_entropy(out, target):
-    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
 def over_ranks(rank, size, cases):

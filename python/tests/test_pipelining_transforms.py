@@ -6,19 +6,15 @@ import pytest
 import ranks
 import torch
 import zoo
-from plumb.formats import FPFormat
+from pipelines import cross_entropy
 from plumb.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
+from transform_models import rounded
 from zoo import GPT, Block
 
 import plumb
 from plumb.transforms import simulate_format, track_scales, unit_scale
-
-
-def rounded(module):
-    return simulate_format(module, FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest"))
-
 
 TRANSFORMS = {
     "unit_scale": unit_scale,
@@ -39,15 +35,11 @@ def data():
     return torch.randint(0, 32, (8, 8)), torch.randint(0, 32, (8, 8))
 
 
-def loss_fn(out, target):
-    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
-
-
 def alone(transform, microbatches=4):
     """Gradients by name, and losses, of one process."""
     whole, losses = transform(model()), []
     for ids, target in zip(*(t.chunk(microbatches) for t in data())):
-        loss = loss_fn(whole(ids), target)
+        loss = cross_entropy(whole(ids), target)
         loss.backward()
         losses.append(loss.detach())
     return {name: p.grad / microbatches for name, p in whole.named_parameters()}, losses
@@ -60,7 +52,7 @@ def work(rank, size):
         pipe = pipeline(transform(model()), (ids[:2],), split_spec=SPEC)
         stage = pipe.build_stage(rank, torch.get_default_device())
         losses = []
-        schedule = get_schedule_class("1F1B")(stage, 4, loss_fn)
+        schedule = get_schedule_class("1F1B")(stage, 4, cross_entropy)
         schedule.step(*([ids] if rank == 0 else []), target=target if rank else None, losses=losses if rank else None)
         found[name] = ({n: p.grad for n, p in stage.submod.named_parameters()}, losses)
     return found
@@ -193,7 +185,7 @@ def test_stage_modules_of_a_pipe_are_transformed():
     pipe = pipeline(model(), (ids[:2],), split_spec=SPEC)
     modules = [track_scales(rounded(pipe.get_stage_module(s))) for s in range(2)]
     stages = [build_stage(m, s, pipe.info(), torch.get_default_device()) for s, m in enumerate(modules)]
-    get_schedule_class("Interleaved1F1B")(stages, 4, loss_fn).step(ids, target=target)
+    get_schedule_class("Interleaved1F1B")(stages, 4, cross_entropy).step(ids, target=target)
     gradients, _ = alone(rounded)
     found = {n: p.grad for m in modules for n, p in m.named_parameters()}
     assert found.keys() == gradients.keys()

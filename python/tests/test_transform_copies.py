@@ -1,12 +1,12 @@
 """Copies and pickles of transformed modules compute what they hold, in every way that a copy is made."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 from torch import nn
+from transform_models import saved
 
 import plumb
 from plumb.transforms import simulate_format, track_scales, unit_scale
@@ -44,12 +44,6 @@ def _made_again(k, values):
         for p, value in zip(made.parameters(), values):
             p.copy_(value)
     return made
-
-
-def saved(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 TRANSFORMS = {"unit_scale": unit_scale, "simulate_format": lambda m: simulate_format(m, "E4M3-RN", "none"), "track_scales": track_scales}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from capture_checks import needs_positions
+from capture_checks import entries, needs_positions
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -15,11 +15,6 @@ from transform_models import Branches
 
 import plumb
 from plumb.transforms import compile, report, simulate_format, simulate_fp8, track_scales, unit_scale
-
-
-def entries(model, kind):
-    return [e for part in report(model) for e in part["entries"] if e["kind"] == kind]
-
 
 # --- parameters
 

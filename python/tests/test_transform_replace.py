@@ -6,15 +6,11 @@ import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_checks import needs_positions
+from capture_checks import entries, needs_positions
 from torch import nn
 
 import plumb
-from plumb.transforms import report, unit_scale
-
-
-def entries(model, kind):
-    return [e for part in report(model) for e in part["entries"] if e["kind"] == kind]
+from plumb.transforms import unit_scale
 
 
 def own_gelu(x):

@@ -1,6 +1,7 @@
 """Models that the transforms are tried on: name -> function that makes (model, args, kwargs); runs of them."""
 
 import copy
+import io
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,17 @@ def trained(model, args, kwargs, steps=4):
         loss_of(scaled(*args, **kwargs)).backward()
         optimizer.step()
     return scaled
+
+
+def rounded(module):
+    return plumb.transforms.simulate_format(module, "E4M3-RN", "E5M2-RN")
+
+
+def saved(module):
+    """Returns the module as torch.save keeps it."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 def difference(a, b):

@@ -2,10 +2,9 @@
 
 import torch
 import zoo
-from pipelines import SINGLE, V
+from pipelines import SINGLE, V, cross_entropy
 from plumb.pipelining import SplitPoint, pipeline
 from plumb.pipelining.schedules import get_schedule_class
-from torch import nn
 
 WIRE = ("e4m3fn", "e5m2")
 
@@ -20,10 +19,6 @@ def batch(step, rows=16):
     return torch.randint(64, (rows, 16), generator=g), torch.randint(64, (rows, 16), generator=g)
 
 
-def loss_of(logits, targets):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def cut(stages, **options):
     model = gpt()
     spec = {f"blocks.{8 * s // stages}": SplitPoint.BEGINNING for s in range(1, stages)}
@@ -36,7 +31,7 @@ def train(name, rank, size, wire, steps=2):
     _, pipe = cut(num, wire=wire)
     here = sorted({rank, num - 1 - rank}) if name in V else [s for s in range(num) if s % size == rank]
     stages = [pipe.build_stage(s, torch.device("cpu")) for s in here]
-    schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, n_microbatches=8, loss_fn=loss_of)
+    schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, 8, cross_entropy)
     schedule.record_timeline = True
     optimizer = torch.optim.SGD([p for s in stages for p in s.submod.parameters()], lr=0.1)
     losses, sent = [], 0
@@ -60,7 +55,7 @@ def reference(wire, stages, steps=2):
         optimizer.zero_grad()
         own = []
         for x, y in zip(*(t.chunk(8) for t in batch(step))):
-            loss = loss_of(pipe(x)[0], y)
+            loss = cross_entropy(pipe(x)[0], y)
             loss.backward()
             own.append(loss.item())
         for p in pipe.parameters():
