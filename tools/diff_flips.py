@@ -28,12 +28,12 @@ from datetime import timedelta
 import numpy
 import torch
 import torch.distributed as dist
+from compared import tensors
 from plumb._C import make_schedule
 from plumb.pipelining import PipelineStage
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plumb
@@ -87,10 +87,6 @@ MODELS = (Mlp, Convnet, Gpt)
 
 def storage(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.numel() else 0
-
-
-def tensors(tree: object) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def flip_bits(x: torch.Tensor, place: int, bits: tuple[int, ...]) -> None:

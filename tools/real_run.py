@@ -78,7 +78,7 @@ class Run:
     def train(self, layout, on_step=None):
         """Returns the exit code. `on_step(step, process)` is called after each."""
         command = [COMMAND, "train", *map(str, [*self.options(), *layout])]
-        with open(self.folder / "stderr.txt", "a") as errors, open(self.log, "a") as log:
+        with open(self.folder / "stderr.txt", "a") as errors:
             process = subprocess.Popen(command, cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=errors)
             for line in process.stdout:
                 if not line.startswith("{"):
@@ -86,8 +86,7 @@ class Run:
                 event = json.loads(line)
                 if "options" in event:
                     event = {"layout": " ".join(map(str, layout))}
-                log.write(json.dumps(event | {"time": round(time.time(), 3)}) + "\n")
-                log.flush()
+                self.tell(**event)
                 if "step" in event and on_step:
                     on_step(event["step"], process)
             return process.wait()
