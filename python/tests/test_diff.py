@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transform_models import mlp
 
 import plumb
 from plumb.transforms import track_scales, unit_scale
@@ -14,15 +15,10 @@ from plumb.transforms import track_scales, unit_scale
 RULES = '[[rule]]\nevery = 1\nstatistics = ["hash", "std"]\n'
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-
-
 def record(folder, name, spoil=None):
     """Three steps of two microbatches; `spoil` is called with the model before the third."""
     (folder / "rules.toml").write_text(RULES)
-    model = net()
+    model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     with plumb.Recorder(model, folder / "rules.toml", folder / name) as recorder:
@@ -64,7 +60,7 @@ def test_a_flipped_state_of_the_optimizer_shows_after_the_step(tmp_path):
 
 
 def test_state_dicts_and_modules_are_compared(tmp_path):
-    a, x = net(), torch.randn(6, 8)
+    a, x = mlp(), torch.randn(6, 8)
     b = copy.deepcopy(a)
     assert plumb.diff(a.state_dict(), b.state_dict()).equal and plumb.diff(a, b, x).equal
     with torch.no_grad():
@@ -78,7 +74,7 @@ def test_state_dicts_and_modules_are_compared(tmp_path):
 
 
 def test_checkpoints_are_compared_with_each_other_and_with_state_dicts(tmp_path):
-    model = net()
+    model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
     for step in (1, 2):
         model(torch.randn(6, 8)).sum().backward()
@@ -95,21 +91,21 @@ def test_checkpoints_are_compared_with_each_other_and_with_state_dicts(tmp_path)
 
 
 def test_a_gradient_that_differs_alone_is_found():
-    a, x = net(), torch.randn(6, 8)
+    a, x = mlp(), torch.randn(6, 8)
     found = plumb.diff(a, plumb.transforms.simulate_format(a, "none", "e5m2"), x)
     assert found.first["kind"] == "gradient", found
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
     with pytest.raises(plumb.Error, match="compared with a module"):
-        plumb.diff(net(), str(tmp_path / "a.history"))
+        plumb.diff(mlp(), str(tmp_path / "a.history"))
     with pytest.raises(plumb.Error, match="compared on inputs"):
-        plumb.diff(net(), net())
+        plumb.diff(mlp(), mlp())
 
 
 def test_state_dicts_are_compared_in_all_they_have():
     def state(lr, grad):
-        model = net()
+        model = mlp()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         model(torch.full((2, 8), grad)).sum().backward()
         optimizer.step()
@@ -238,7 +234,7 @@ def test_outputs_of_other_names_are_compared_by_their_places():
     x = torch.randn(3, 4)
     found = plumb.diff(One(torch.round), One(torch.floor), x)
     assert not found.equal and found.first["tensor"] == "round", found
-    a, b = net(), nn.Sequential(nn.Sequential(net()))
+    a, b = mlp(), nn.Sequential(nn.Sequential(mlp()))
     found = plumb.diff(a, b, torch.randn(2, 8))
     assert found.equal and "only in a: 0.weight" in found.conclusion, found
     torch.manual_seed(1)
@@ -383,16 +379,16 @@ def test_wrong_arguments_are_refused_with_what_to_do():
 
     x, states = torch.randn(2, 8), ({"a": torch.ones(1)}, {"a": torch.ones(1)})
     refused("dict and str are not compared", states[0], "b.history")
-    refused("tolerance=nan", net(), net(), x, tolerance=float("nan"))
+    refused("tolerance=nan", mlp(), mlp(), x, tolerance=float("nan"))
     refused("are for two modules", *states, tolerance=0.1)
-    refused("the loss has 8 elements", net(), net(), x, loss=lambda out: out)
-    refused("loss=3", net(), net(), x, loss=3)
-    refused("the loss is complex", net(), net(), x, loss=lambda out: out.sum() * 1j)
+    refused("the loss has 8 elements", mlp(), mlp(), x, loss=lambda out: out)
+    refused("loss=3", mlp(), mlp(), x, loss=3)
+    refused("the loss is complex", mlp(), mlp(), x, loss=lambda out: out.sum() * 1j)
     endless: dict = {}
     endless["itself"] = endless
     refused("holds itself", endless, endless)
-    refused("the loss is a NoneType", net(), net(), x, loss=lambda out: None)
-    refused("the loss depends on no parameter", net(), net(), x, loss=lambda out: out.detach().sum())
+    refused("the loss is a NoneType", mlp(), mlp(), x, loss=lambda out: None)
+    refused("the loss depends on no parameter", mlp(), mlp(), x, loss=lambda out: out.detach().sum())
 
 
 def test_gradients_that_one_module_alone_has_are_named():

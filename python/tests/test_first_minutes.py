@@ -10,14 +10,10 @@ import torch
 from plumb.pipelining import SplitPoint, pipeline
 from plumb.pipelining.schedules import ScheduleInterleaved1F1B
 from torch import nn
+from transform_models import mlp
 
 import plumb
 from plumb.transforms import simulate_fp8, track_scales, unit_scale
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
 
 
 def refused(call, *parts, kind=None):

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
-from transform_models import saved
+from transform_models import mlp, saved
 
 import plumb
 from plumb.transforms import fold, simulate_format, track_scales, unit_scale
@@ -16,13 +16,8 @@ from plumb.transforms import fold, simulate_format, track_scales, unit_scale
 x = torch.linspace(-2, 2, 32).reshape(4, 8)
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-
-
 def fp8():
-    return track_scales(simulate_format(unit_scale(net()), "e4m3fn-RN", "e5m2-RN"))
+    return track_scales(simulate_format(unit_scale(mlp()), "e4m3fn-RN", "e5m2-RN"))
 
 
 def with_mixed_precision(module):
@@ -65,7 +60,7 @@ def test_a_transformed_module_is_known_behind_the_forward_that_a_library_set(wra
     assert len(plumb.report(module)) == 3
     assert len(module.scales_graph().nodes) > 5
     with torch.no_grad():
-        torch.testing.assert_close(fold(module)(x), unit_scale(net())(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fold(module)(x), unit_scale(mlp())(x), rtol=1e-5, atol=1e-5)
     assert torch.equal(simulate_format(module, "e4m3fn-RN", "none")(x), y), "rounded already"
     assert torch.equal(track_scales(module)(x), y), "under the same autocast"
 
@@ -139,7 +134,7 @@ class Adapted(nn.Module):
 
 
 def trained():
-    module = unit_scale(net())
+    module = unit_scale(mlp())
     module(x)
     with torch.no_grad():
         module[0].weight.mul_(3)
@@ -150,7 +145,7 @@ def trained():
 def test_weights_whose_layer_is_put_into_another_are_not_scaled_again(how):
     base = trained()
     state = base.state_dict()
-    module = unit_scale(net())
+    module = unit_scale(mlp())
     if how == "adapted_before_it_is_loaded":
         module[0] = Adapted(module[0])
         state = {key.replace("0.", "0.base_layer.", 1) if key.startswith("0.") else key: value for key, value in state.items()}
@@ -181,7 +176,7 @@ def test_a_wrapper_of_a_transformed_part_names_the_part():
 
 def test_more_kinds_of_inputs_than_graphs_are_kept_are_named_once(caplog, monkeypatch):
     monkeypatch.setattr(plumb.transforms._apply, "MAX_GRAPHS", 4)
-    module = simulate_format(net(), "E4M3-RN", "none")
+    module = simulate_format(mlp(), "E4M3-RN", "none")
     with caplog.at_level(logging.WARNING, "plumb.transforms"):
         for rows in range(1, 5):
             module(x[:1].expand(rows, 8))
@@ -192,7 +187,7 @@ def test_more_kinds_of_inputs_than_graphs_are_kept_are_named_once(caplog, monkey
 
 
 def test_weights_that_a_hook_brings_for_the_call_are_refused_with_the_remedy():
-    model = net()
+    model = mlp()
     values = model[0].weight.detach()
     model[0].weight = nn.Parameter(values.to("meta"))
     model[0].register_forward_pre_hook(lambda layer, _: setattr(layer, "weight", nn.Parameter(values)))  # as offloading does

@@ -80,6 +80,11 @@ class Branches(nn.Module):
         return {"h": h, "both": (h.sum(), None)} if flag else h
 
 
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
 def made(name):
     torch.manual_seed(0)
     return MODELS[name]()

@@ -9,9 +9,9 @@ from plumb.pipelining.schedules import get_schedule_class
 WIRE = ("e4m3fn", "e5m2")
 
 
-def gpt(layers=8):
+def gpt():
     torch.manual_seed(0)
-    return zoo.GPT(vocab=64, d=32, layers=layers)
+    return zoo.GPT(vocab=64, d=32, layers=8)
 
 
 def batch(step, rows=16):

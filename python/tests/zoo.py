@@ -176,8 +176,8 @@ class Autocast(nn.Module):
             return torch.einsum("bi,bj->bij", y, y).float(), y
 
 
-def ids(*shape, vocab=50):
-    return torch.randint(vocab, shape)
+def ids(*shape):
+    return torch.randint(50, shape)
 
 
 def r(*shape):

@@ -53,10 +53,6 @@ def images(size=32, labels=lambda: torch.tensor([0, 1])):
     return lambda: dict(pixel_values=torch.randn(2, 3, size, size), **(dict(labels=labels()) if labels else {}))
 
 
-def pixels(classes=3):
-    return images(labels=lambda: torch.randint(classes, (2, 32, 32)))
-
-
 LM, PLAIN, ENCODER = tokens(use_cache=False), tokens(mask=False, use_cache=False), tokens(labels=False)
 WAVE = lambda: dict(input_values=torch.randn(2, 400))  # noqa: E731
 
@@ -199,7 +195,8 @@ TABLE = {
     "SegFormer": (
         "Segformer", "ForSemanticSegmentation",
         dict(num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2],
-             num_attention_heads=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3), pixels(),
+             num_attention_heads=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3),
+        images(labels=lambda: torch.randint(3, (2, 32, 32))),
     ),
     "MobileViT": (
         "MobileViT", "ForImageClassification",
