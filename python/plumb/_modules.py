@@ -253,18 +253,3 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             mult=self.mult,
         )
-
-
-__all__ = [
-    "GELU",
-    "Conv1d",
-    "CrossEntropyLoss",
-    "Dropout",
-    "Embedding",
-    "LayerNorm",
-    "Linear",
-    "LinearReadout",
-    "RMSNorm",
-    "SiLU",
-    "Softmax",
-]

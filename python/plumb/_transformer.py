@@ -176,14 +176,3 @@ def _set_depth(module: nn.Module, depth: int) -> None:
                 f" {parameter.mup_scaling_depth} already."
             )
         parameter.mup_scaling_depth = depth
-
-
-__all__ = [
-    "MHSA",
-    "MLP",
-    "DepthModuleList",
-    "DepthSequential",
-    "TransformerDecoder",
-    "TransformerLayer",
-    "TransformerStack",
-]

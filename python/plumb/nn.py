@@ -1,8 +1,27 @@
 """Unit-scaled modules, as ``plumb.nn.Linear`` and so on."""
 
-# ruff: noqa: F403, F405
-from ._modules import *
-from ._transformer import *
+from ._modules import (
+    GELU,
+    Conv1d,
+    CrossEntropyLoss,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    RMSNorm,
+    SiLU,
+    Softmax,
+)
+from ._transformer import (
+    MHSA,
+    MLP,
+    DepthModuleList,
+    DepthSequential,
+    TransformerDecoder,
+    TransformerLayer,
+    TransformerStack,
+)
 
 __all__ = [
     "GELU",
