@@ -1,16 +1,13 @@
 """Trainings that die in one layout and go on in another, for test_layouts.py and tools/layouts_table.py."""
 
-import json
-import os
 import shutil
 import struct
-import subprocess
 import sys
 
 import numpy as np
+from command import run
 from safetensors.numpy import load_file
 
-COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
 STEPS = 20
 LAYOUTS = {  # stages x replicas, schedule; 4 microbatches in 2 groups everywhere
     "1 x 1": [],
@@ -80,14 +77,6 @@ def llama(folder):
 
 
 MODELS = {"gpt": gpt, "convnet": convnet, "llama": llama, "fp8": fp8}
-
-
-def run(arguments, folder, dies=False):
-    """Returns the JSON that `plumb` prints."""
-    done = subprocess.run([COMMAND, *arguments], cwd=folder, text=True, capture_output=True)
-    if (done.returncode != 0) != dies:
-        sys.exit(f"plumb {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 class Run:

@@ -1,15 +1,14 @@
 """Unit-scaled weights and the way back: fold, the mark of state dicts, parts that refuse to be called alone."""
 
 import copy
-import os
 import pickle
-import subprocess
 
 import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from command import run
 from plumb.pipelining import SplitPoint, pipeline
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -17,9 +16,6 @@ from transform_models import FOLDED, difference, first_tensor, made, trained
 
 import plumb
 from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
-
-PLUMB = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
-
 
 ROUNDING = 1e-5
 
@@ -133,7 +129,7 @@ def test_a_file_bears_the_mark_of_its_module(tmp_path):
     dynamic = plumb.capture(model, x, dynamic_shapes=({0: torch.export.Dim("n", min=2, max=64)},))
     plumb.transforms.run_passes(dynamic, "unit_scale")
     plumb.save_pt2(plumb.capture(model, x), path)
-    subprocess.run([PLUMB, "scale", path, "-o", tmp_path / "command.pt2"], check=True, stdout=subprocess.DEVNULL)
+    run(["scale", str(path), "-o", "command.pt2"], tmp_path)
     by_pass = plumb.capture(model, x)
     plumb.transforms.run_passes(by_pass, "unit_scale")
     plumb.save_pt2(by_pass, tmp_path / "by_pass.pt2")

@@ -1,14 +1,12 @@
 """use_fp8 with a recipe: casts with scale factors as torchao and ml_dtypes make them."""
 
-import json
-import os
-import subprocess
 import sys
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import zoo
+from command import run
 from torch import nn
 
 import plumb
@@ -246,16 +244,10 @@ def test_delayed_scaling_says_what_it_cannot_take():
         net.bfloat16()(torch.randn(4, 8, dtype=torch.bfloat16))
 
 
-PLUMB = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
-
-
 def trained(program, folder, *options):
     """Loss and norm of each step of `plumb train`."""
-    command = [PLUMB, "train", program, "--data", "tokens.bin", "--json", "--steps", "4", "--microbatches", "4"]
-    run = subprocess.run([*command, "--threads", "1", *options], cwd=folder, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    return [(line["loss"], line["norm"]) for line in lines if "step" in line and "loss" in line]
+    words = ["train", program, "--data", "tokens.bin", "--json", "--steps", "4", "--microbatches", "4", "--threads", "1"]
+    return [(told["loss"], told["norm"]) for told in run([*words, *options], folder) if "step" in told and "loss" in told]
 
 
 @pytest.fixture

@@ -11,12 +11,11 @@ import sys
 
 import pytest
 import torch
+from command import COMMAND
 from hf_folders import EXPERTS, FIVE, IDS, MODELS, folder_of, llama, refused, stored, transformers
 
 import plumb
 from plumb import hf
-
-COMMAND = pathlib.Path(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin/plumb").resolve()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,9 +7,9 @@ import zipfile
 
 import pytest
 import torch
+from command import COMMAND
 from torch import nn
 
-COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 SIZE = 7_900_000
 
 # The most memory that a process of this command has, in MiB, and what it says.
@@ -22,7 +22,7 @@ print(done.stderr)
 
 
 def peak_of(file):
-    command = [sys.executable, "-c", PEAK, os.path.abspath(COMMAND), "show", file]
+    command = [sys.executable, "-c", PEAK, COMMAND, "show", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     peak, _, said = done.stdout.partition("\n")
     assert "bad_alloc" not in said, said

@@ -1,18 +1,17 @@
 """Trainings over hosts (network namespaces) of which one is lost, cut off, or comes."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from command import COMMAND, run
 from hosts import Hosts, Training, why_not
 from pages import ROOT, fences
 from torch import nn
 
-COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
 over_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 PATIENCE = 10
 
@@ -51,9 +50,7 @@ def losses(events):
 
 def whole(folder, words):
     """The run on one host that nothing befalls: its losses by step."""
-    done = subprocess.run([*words, "--save", "whole.pt2"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return losses([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+    return losses(run([*words[1:], "--save", "whole.pt2"], folder))
 
 
 def weights(path):

@@ -13,11 +13,10 @@ import time
 import pytest
 import ranks
 import torch
+from command import COMMAND
 from torch import nn
 
 import plumb
-
-COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
 
 
 class Net(nn.Module):

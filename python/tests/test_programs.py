@@ -158,7 +158,7 @@ def test_the_commands_on_pages_and_in_the_help_run(tmp_path):
 
 
 def test_tools_find_the_command_from_every_folder():
-    code = "import real_run, layout_runs; print(real_run.COMMAND, layout_runs.COMMAND)"
+    code = "import real_run, command; print(real_run.COMMAND, command.COMMAND)"
     env = {key: value for key, value in os.environ.items() if key != "PLUMB_BUILD_DIR"}
     env["PYTHONPATH"] = os.pathsep.join(str(ROOT / folder) for folder in ("tools", "python/tests"))
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)

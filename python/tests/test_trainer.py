@@ -17,6 +17,7 @@ import warnings
 
 import pytest
 import torch
+from command import COMMAND
 from plumb._progress import Progress
 from safetensors import safe_open
 from torch import nn
@@ -24,7 +25,6 @@ from torch import nn
 import plumb
 
 LOST_AT_THE_START = "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints\n"
-COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 
 
 class Lm(nn.Module):
