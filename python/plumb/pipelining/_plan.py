@@ -143,9 +143,9 @@ def plan(
     """
     if not (isinstance(link, (tuple, list)) and len(link) == 2 and all(isinstance(number, Real) for number in link)):
         raise Error(f"link is {link!r}", remedy="GB a second, and microseconds a message: link=(2.0, 50.0)")
-    for name, number, least in (("ranks", ranks, 1), ("microbatches", microbatches, 1), ("replicas", replicas, 1), ("tables", tables, 0)):
-        if number is not None and not least <= number < 2**31:
-            raise Error(f"{name} is {number}", remedy=f"a whole number from {least} on")
+    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("replicas", replicas), ("tables", tables)):
+        if number is not None and abs(number) >= 2**31:
+            raise Error(f"{name} is {number}", remedy="as many as there can be")
     for name, given, kind in (("stages_per_rank", stages_per_rank, int), ("schedules", schedules, str)):
         if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(one, kind) for one in given):
             raise Error(f"{name} is {given!r}", remedy="a list: stages_per_rank=[1, 2], schedules=['1F1B']")
