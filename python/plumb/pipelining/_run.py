@@ -172,7 +172,7 @@ _stages_lock = threading.Lock()
 def running(stages: list) -> Iterator[None]:
     """Refuses a step of stages that are in one already, before anything of that one is touched."""
     with _stages_lock:
-        if busy := [stage.stage_index for stage in stages if getattr(stage, "in_step", False)]:
+        if busy := [stage.stage_index for stage in stages if getattr(stage, "in_step", False) is True]:
             raise Error(
                 f"stage {busy[0]} runs in a step already",
                 kind=ErrorKind.InvalidState,
