@@ -90,6 +90,12 @@ const Node* source_attribute(const Value* value) {
   return nullptr;
 }
 
+const Attr* source_parameter(const Value* value, const State& state) {
+  const Node* source = source_attribute(value);
+  const Attr* attr = source ? state.find(source->target()) : nullptr;
+  return attr && attr->kind == AttrKind::Parameter ? attr : nullptr;
+}
+
 const Value* before_passthrough(const Value* value) {
   while (is_passthrough(value->producer()) && value->producer()->args()[0].is_value())
     value = value->producer()->input(0);

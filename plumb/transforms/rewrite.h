@@ -42,6 +42,8 @@ std::optional<double> number_of(const Arg& arg);
 
 // The get_attr node that this value comes from through pass-through nodes; null if something is computed on the way.
 const Node* source_attribute(const Value* value);
+// Returns the parameter that it is then; null if it is none.
+const Attr* source_parameter(const Value* value, const State& state);
 
 // Returns what a value is, before nodes that pass it through.
 const Value* before_passthrough(const Value* value);

@@ -61,7 +61,8 @@ class Trainer:
     a tuple of tensors: a DataLoader, for example. With ``loss="output"`` all of them are the model's inputs. The data is gone
     through again when it ends. If it has ``state_dict()`` and ``load_state_dict()``, checkpoints keep its state, as JSON (of
     numbers, texts, bytes, tensors, arrays, lists, tuples and dicts); else a resumed run goes through all batches that were
-    taken, those of earlier epochs too unless the data is a list. Every rank must have equal batches: all rows of a step. A step whose batches differ ends the training.
+    taken, those of earlier epochs too unless the data is a list. Every rank must have equal batches: all rows of a step. A step
+    whose batches differ ends the training.
 
     The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
     options give the same bits as the command. `hooks`: an object with any of the methods ``on_start``, ``on_resume``,
@@ -107,7 +108,7 @@ class Trainer:
         refused = {"file": "a model in a file, and the model is a graph"} if engine is not None else {}
         if data is not None and not isinstance(data, (str, os.PathLike)):
             why = "data in files, and these are batches"
-            refused.update(dict.fromkeys(("data", "targets", "mask", "token_type", "data_pattern"), why))
+            refused.update(dict.fromkeys(("targets", "mask", "token_type", "data_pattern"), why))
         for name, why in refused.items():
             if options.get(name) is not None:
                 raise Error(f"{name} is for {why}", remedy="leave it out; batches are inputs, or (inputs, targets)")

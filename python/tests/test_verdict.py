@@ -410,7 +410,8 @@ class Several(nn.Module):
 def test_products_that_no_recipe_rounds_are_named():
     torch.manual_seed(0)
     batches = [(torch.randn(8, 16), torch.randn(8, 4))]
-    found = plumb.verdict(Several(), batches, nn.functional.mse_loss, recipes=["bf16"], steps=1)
+    found = plumb.verdict(Several(), batches, nn.functional.mse_loss, recipes=["bf16", "none/none"], steps=1)
+    assert found.recipes["none/none"]["left"] == []
     assert found.recipes["bf16"]["left"][0].startswith("%linalg_multi_dot (aten::linalg_multi_dot): it multiplies several")
     assert "leaves in full precision: %linalg_multi_dot" in found.conclusion
     whole = plumb.verdict(nn.Linear(16, 4), batches, nn.functional.mse_loss, recipes=["bf16"], steps=1)

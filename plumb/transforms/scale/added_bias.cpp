@@ -9,10 +9,9 @@ namespace plumb {
 namespace {
 
 bool is_bias(const Value* value, const State& state) {
-  const Node* source = source_attribute(value);
-  const Attr* attr = source ? state.find(source->target()) : nullptr;
-  return attr && attr->kind == AttrKind::Parameter && attr->tensor.dim() > 0 &&
-         std::ranges::count(attr->tensor.sizes(), 1) + 1 >= attr->tensor.dim();
+  const Attr* parameter = source_parameter(value, state);
+  return parameter && parameter->tensor.dim() > 0 &&
+         std::ranges::count(parameter->tensor.sizes(), 1) + 1 >= parameter->tensor.dim();
 }
 
 }  // namespace

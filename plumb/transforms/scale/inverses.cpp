@@ -34,11 +34,7 @@ const char* part_of_inverse(const Node* add) {
 }
 
 NodeSet computed_with_inverse(const Graph& graph, const State& state) {
-  const auto is_parameter = [&](const Value* value) {
-    const Node* source = source_attribute(value);
-    const Attr* attr = source ? state.find(source->target()) : nullptr;
-    return attr && attr->kind == AttrKind::Parameter;
-  };
+  const auto is_parameter = [&](const Value* value) { return source_parameter(value, state) != nullptr; };
   NodeSet found;
   for (const Node* node : graph.nodes()) {
     const auto inputs = node->inputs();

@@ -333,9 +333,7 @@ class AddScaler {
     for (size_t i = 0; i < 2 && product->is_op("aten::mul"); ++i) {
       const auto &made = value->meta(), &stream = product->input(i)->meta();
       if (!made || !stream || made->sizes != stream->sizes || made->dtype != stream->dtype) continue;
-      const Node* source = source_attribute(product->input(1 - i));
-      const Attr* attr = source ? module_.state().find(source->target()) : nullptr;
-      if (attr && attr->kind == AttrKind::Parameter) return i;
+      if (source_parameter(product->input(1 - i), module_.state())) return i;
     }
     return std::nullopt;
   }

@@ -160,6 +160,7 @@ class MeasuredBatch {
   // Throws Error(InvalidState) for a recipe that rounds nothing of this model.
   GradientError error(const FormatRecipe& recipe) {
     has_rounded_ = false;
+    left_.clear();
     GradientError found = error(recipe, true);
     found.take(error(recipe, false), false);
     if (has_rounded_ || !(rounds(recipe, true) || rounds(recipe, false))) return found;

@@ -84,7 +84,6 @@ def known_device(device: Any) -> torch.device:
         raise Error(f"there is no device {device!r} here: {why}", remedy='"cpu", or a device of this machine: "cuda:0"') from None
 
 
-
 class Pipe(nn.Module):
     """Stages, and the graph that calls them. `pipeline` makes one of a model (a `CutPipe`); this constructor takes a graph of
     stages made by hand.

@@ -156,8 +156,8 @@ def plan(
     transmit = [name for name, whether in sent.get("transmit_by_name", {}).items() if whether]
     transmit += ["all"] if sent.get("transmit") else []
     planned = _C.plan_model(
-        source.engine, source.example, ranks=ranks, microbatches=2 * ranks if microbatches is None else microbatches, replicas=replicas,
-        memory=memory, loss=loss, link=link, stages_per_rank=list(stages_per_rank),
+        source.engine, source.example, ranks=ranks, microbatches=2 * ranks if microbatches is None else microbatches,
+        replicas=replicas, memory=memory, loss=loss, link=link, stages_per_rank=list(stages_per_rank),
         names=list(schedules), transmit=transmit, estimate=estimate, tables=tables,
     )  # fmt: skip
     made = Plan(planned.plan(take))

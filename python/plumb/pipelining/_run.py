@@ -202,11 +202,10 @@ class _Step:
         self.args, self.kwargs, self.targets, self.loss_kwargs = args, kwargs, targets, loss_kwargs
         self.keep_outputs, self.train = keep_outputs, train
         self.context = _PipelineContext(schedule, args, kwargs, targets)
-        cut, schedule._rows = schedule._rows, None
-        if targets is None and cut:
-            self.rows = cut if len(set(cut)) > 1 else []
-        else:
-            self.rows = rows_of(list(zip(args, kwargs)) if targets is None else targets)
+        rows, schedule._rows = schedule._rows, None
+        if targets is not None or not rows:
+            rows = rows_of(list(zip(args, kwargs)) if targets is None else targets)
+        self.rows = rows if len(set(rows)) > 1 else []
         self.weights = [n * len(self.rows) / sum(self.rows) for n in self.rows] if schedule.scale_grads else []
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
@@ -414,11 +413,11 @@ class Run:
 
 
 def rows_of(microbatches: list) -> list[int]:
-    """Returns how many rows each microbatch has, which is how much its loss counts; empty if they are alike."""
+    """Returns how many rows each microbatch has, which is how much its loss counts; empty if one has no tensor with rows."""
     rows = []
     for microbatch in microbatches:
         sizes = [v.shape[0] for v in pytree.tree_leaves(microbatch) if isinstance(v, torch.Tensor) and v.dim() > 0]
         if not sizes:
             return []
         rows.append(sizes[0])
-    return rows if len(set(rows)) > 1 else []
+    return rows
